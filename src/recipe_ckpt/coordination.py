@@ -1,0 +1,200 @@
+"""All ranks or none: the two exchanges by which every rank learns one outcome.
+
+`lead` runs a function on rank 0 and gives its result, or its error, to all. `together` runs a function on every rank,
+then one on rank 0 over all results, and gives that outcome to all. Both are collective. Neither uses a process group:
+training's collectives never wait for a disk, and a time-out breaks nothing for the next exchange.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from recipe_ckpt.errors import RankError, RankTimeoutError
+
+T = TypeVar("T")
+
+
+class Coordinator(Protocol):
+    """Who am I, and what do all ranks agree on. Results are JSON values: every rank gets an equal copy."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def lead(self, decide: Callable[[], Any]) -> Any: ...
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any: ...
+    def close(self) -> None: ...
+
+
+class SoloCoordinator:
+    """One process."""
+
+    rank = 0
+    world_size = 1
+
+    def lead(self, decide: Callable[[], Any]) -> Any:
+        return decide()
+
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any:
+        return finish([work()])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SpmdCoordinator:
+    """Ranks that exchange messages through a c10d store of their own.
+
+    Rank 0 takes the others' messages from a queue in the order of their arrival, so the first failure is seen at once, and
+    at the deadline the missing ranks are known by number. An exchange leaves nothing behind that could disturb the next.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, rank_timeout_secs: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._timeout_secs = rank_timeout_secs
+        self._exchange = 0
+        self._cleaned = 0
+
+    @classmethod
+    def from_process_group(cls, *, rank_timeout_secs: float) -> SpmdCoordinator:
+        """Make the store on rank 0 and tell the others its address. Collective over the default process group, once."""
+        from torch import distributed
+
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        store = None
+        address: list[Any] = [None, None]
+        if rank == 0:
+            store = _start_store()
+            address = [_own_host(), store.port]
+        distributed.broadcast_object_list(address, src=0)
+        if store is None:
+            store = distributed.TCPStore(
+                address[0], address[1], is_master=False, timeout=timedelta(seconds=rank_timeout_secs)
+            )
+        return cls(store, rank, world_size, rank_timeout_secs=rank_timeout_secs)
+
+    def lead(self, decide: Callable[[], Any]) -> Any:
+        """Run `decide` on rank 0 and return its JSON result on every rank.
+
+        Raises:
+            RankError: on the other ranks, when `decide` raised (there the error itself is raised) or rank 0 is gone.
+            RankTimeoutError: rank 0 gave no answer within `rank_timeout_secs`.
+        """
+        self._exchange += 1
+        if self.rank:
+            return self._read_verdict(self._timeout_secs)
+        return self._give_verdict(decide)
+
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any:
+        """Run `work` on every rank, `finish` on rank 0 over the results by rank; return `finish`'s JSON result on every rank.
+
+        Raises:
+            RankError: another rank's `work`, or `finish` on rank 0, raised; the message has the rank and the cause. On the
+                rank that failed its own error is raised.
+            RankTimeoutError: ranks gave no answer within `rank_timeout_secs`; the message has their numbers.
+        """
+        self._exchange += 1
+        if self.rank:
+            self._send(work)
+            # Rank 0 may spend its whole time on a silent rank, and must then still be able to say which one it was.
+            return self._read_verdict(2 * self._timeout_secs + 5)
+
+        def gather_and_finish() -> Any:
+            results = self._gather(work())
+            return finish(results)
+
+        return self._give_verdict(gather_and_finish)
+
+    def close(self) -> None:
+        """Drop the connection; on rank 0 the store ends with it."""
+        self._store = None
+
+    def _send(self, work: Callable[[], Any]) -> None:
+        try:
+            message = {"rank": self.rank, "value": work()}
+        except BaseException as error:
+            self._push({"rank": self.rank, "error": _describe(error)})
+            raise
+        self._push(message)
+
+    def _push(self, message: dict[str, Any]) -> None:
+        try:
+            self._store.queue_push(self._key("in"), json.dumps(message))
+        except RuntimeError as error:
+            raise RankError(f"rank 0 can't be reached any more: {error}") from error
+
+    def _gather(self, mine: Any) -> list[Any]:
+        results = {0: mine}
+        deadline = time.monotonic() + self._timeout_secs
+        while len(results) < self.world_size:
+            message = self._pop(max(deadline - time.monotonic(), 0.001), results)
+            if "error" in message:
+                raise RankError(f"rank {message['rank']} failed: {message['error']}")
+            results[message["rank"]] = message["value"]
+        # All ranks have called this exchange, so they have read every verdict before it.
+        for exchange in range(self._cleaned + 1, self._exchange):
+            self._store.delete_key(f"{exchange}/verdict")
+        self._cleaned = self._exchange - 1
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _pop(self, timeout_secs: float, results: dict[int, Any]) -> dict[str, Any]:
+        self._store.set_timeout(timedelta(seconds=timeout_secs))
+        try:
+            return dict(json.loads(self._store.queue_pop(self._key("in"))))
+        except RuntimeError as error:
+            silent = sorted(set(range(self.world_size)) - set(results))
+            raise RankTimeoutError(
+                f"ranks {silent} of {self.world_size} did not answer within {self._timeout_secs:g} s: dead, stuck, or not"
+                " calling (saving and loading are collective: every rank calls them)"
+            ) from error
+
+    def _give_verdict(self, decide: Callable[[], Any]) -> Any:
+        try:
+            verdict = {"value": decide()}
+        except BaseException as error:
+            self._store.set(self._key("verdict"), json.dumps({"error": _describe(error)}))
+            raise
+        text = json.dumps(verdict)
+        self._store.set(self._key("verdict"), text)
+        return json.loads(text)["value"]
+
+    def _read_verdict(self, timeout_secs: float) -> Any:
+        try:
+            self._store.wait([self._key("verdict")], timedelta(seconds=timeout_secs))
+            verdict = json.loads(self._store.get(self._key("verdict")))
+        except RuntimeError as error:
+            if "timeout" in str(error).lower():
+                raise RankTimeoutError(f"rank 0 did not answer within {timeout_secs:g} s") from error
+            raise RankError(f"rank 0 can't be reached any more: {error}") from error
+        if "error" in verdict:
+            raise RankError(verdict["error"])
+        return verdict["value"]
+
+    def _key(self, kind: str) -> str:
+        return f"{self._exchange}/{kind}"
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, RankError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _start_store() -> Any:
+    from torch import distributed
+
+    return distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+
+
+def _own_host() -> str:
+    """Return rank 0's address as the other ranks know it: under torchrun and Ray that is MASTER_ADDR."""
+    import os
+    import socket
+
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -1,0 +1,79 @@
+"""Everything this package raises on purpose.
+
+CheckpointError
+├── ConfigError (ValueError)                    a key's value can't work; raised before anything is built
+├── CheckpointNotFoundError (FileNotFoundError) what was asked for does not exist
+├── DamagedCheckpointError (ValueError)         files are missing, cut short or changed
+├── NothingToResumeError (RuntimeError)         checkpoints exist and none of them is whole
+├── StateMismatchError (ValueError)             tensors of the checkpoint and of the run do not fit
+├── DataMismatchError (ValueError)              the data position does not fit this data set or loader
+├── LineageError (ValueError)                   a checkpoint of another run, or a renamed one
+├── LeaseHeldError (RuntimeError)               another process writes into this root
+├── RootNotSharedError (RuntimeError)           the ranks do not see one file system
+├── SaveFailedError (RuntimeError)              a save did not become a checkpoint
+└── RankError (RuntimeError)                    another rank failed
+    └── RankTimeoutError (TimeoutError)         another rank did not answer in time
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of every deliberate error; `step` and `path` say what it is about, where that is known."""
+
+    def __init__(self, message: str, *, step: int | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.path = path
+
+
+class ConfigError(CheckpointError, ValueError):
+    """A configuration value can't work. `key` is the key as typed on the command line."""
+
+    def __init__(self, key: str, found: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{key}: found {found!r}; allowed: {allowed}. {remedy}")
+        self.key = key
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The checkpoint that was asked for does not exist."""
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """A checkpoint's files are missing, cut short or changed since they were written."""
+
+
+class NothingToResumeError(CheckpointError, RuntimeError):
+    """Checkpoints were found, but none of them can be used; the message lists each with its reason."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """Tensors of the checkpoint and of the run differ in names, shapes or dtypes."""
+
+
+class DataMismatchError(CheckpointError, ValueError):
+    """The stored data position does not fit this run's data set or loader."""
+
+
+class LineageError(CheckpointError, ValueError):
+    """A checkpoint belongs to another run, or its directory was renamed."""
+
+
+class LeaseHeldError(CheckpointError, RuntimeError):
+    """Another live process writes into this root."""
+
+
+class RootNotSharedError(CheckpointError, RuntimeError):
+    """Not every rank sees the checkpoint root of rank 0."""
+
+
+class SaveFailedError(CheckpointError, RuntimeError):
+    """A save did not become a checkpoint; what was there before is untouched."""
+
+
+class RankError(CheckpointError, RuntimeError):
+    """Another rank failed; the message names it and its cause."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Another rank did not answer within `rank_timeout_secs`; the message names it."""

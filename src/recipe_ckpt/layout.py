@@ -1,0 +1,108 @@
+"""Names on disk: built and parsed here and nowhere else.
+
+The step directory, tracker, `data_<dp_rank>.pt` and `lora_train_meta.json` are verl's names; the tracker's bare decimal is
+Megatron-LM's convention.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN_RECORD = "run.json"
+LEASE = ".lease.json"
+STAGING_DIR = ".staging"
+TRASH_DIR = ".trash"
+PINS_DIR = ".pins"
+ARCHIVE_DIR = "archive"
+
+MANIFEST = "manifest.json"
+FILE_TABLE = "files.json"
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.yaml"
+TRAINER_STATE = "trainer_state.json"
+LORA_META = "lora_train_meta.json"
+TENSOR_INDEX = "index.json"
+
+_STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)", re.ASCII)
+_TRACKER = re.compile(r"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*", re.ASCII)
+_STAGING = re.compile(r"global_step_(0|[1-9][0-9]*)\.([0-9a-f]+)", re.ASCII)
+_DISPLACED = re.compile(r"global_step_(0|[1-9][0-9]*)\.by-([0-9a-f]+)", re.ASCII)
+_VERL_MODEL_SHARD = re.compile(r"model_world_size_([1-9][0-9]*)_rank_(0|[1-9][0-9]*)\.pt", re.ASCII)
+
+
+def build_step_name(step: int) -> str:
+    if step < 0:
+        raise ValueError(f"a step is an integer >= 0, found {step!r}")
+    return f"global_step_{step}"
+
+
+def parse_step_name(name: str) -> int | None:
+    """Return the step of a directory's base name, or None for every other name (`global_step_7.bak`, `global_step_007`)."""
+    match = _STEP_DIR.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def parse_tracker(text: str) -> int | None:
+    """Return the tracker's step; blanks and line ends around it are fine, anything else is None."""
+    match = _TRACKER.fullmatch(text)
+    return int(match[1]) if match else None
+
+
+def build_staging_name(step: int, uid: str) -> str:
+    return f"{build_step_name(step)}.{uid}"
+
+
+def parse_staging_name(name: str) -> tuple[int, str] | None:
+    match = _STAGING.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def build_displaced_name(step: int, uid: str) -> str:
+    """Name in the trash of a step that the save `uid` replaces: recovery puts it back if its successor is not whole."""
+    return f"{build_step_name(step)}.by-{uid}"
+
+
+def parse_displaced_name(name: str) -> tuple[int, str] | None:
+    match = _DISPLACED.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def build_data_name(dp_rank: int) -> str:
+    return f"data_{dp_rank}.pt"
+
+
+def build_rng_name(rank: int) -> str:
+    return f"rng_{rank}.pt"
+
+
+def build_extra_name(name: str) -> str:
+    return f"extra_{name}.pt"
+
+
+def build_tensor_file_name(part: str, rank: int) -> str:
+    return f"{part}-{rank}.safetensors"
+
+
+def find_foreign_problem(names: Iterable[str]) -> str | None:
+    """Say what keeps a directory's file names from being a complete verl checkpoint, or None if it is one.
+
+    verl's FSDP engine writes one `model_world_size_<W>_rank_<r>.pt` a rank, and `fsdp_config.json` by rank 0.
+    """
+    present = set(names)
+    if TENSOR_INDEX in present:
+        return f"it has {TENSOR_INDEX} but no {MANIFEST}: a save that was cut short"
+    shards = [match for name in present if (match := _VERL_MODEL_SHARD.fullmatch(name))]
+    if not shards:
+        return f"it has no {MANIFEST}, and no model_world_size_*_rank_*.pt of verl either"
+    worlds = {int(match[1]) for match in shards}
+    if len(worlds) > 1:
+        return f"shards of several world sizes lie in it: {sorted(worlds)}"
+    world = worlds.pop()
+    missing = sorted(set(range(world)) - {int(match[2]) for match in shards})
+    if missing:
+        return f"of {world} model shards the ones of ranks {missing} are missing"
+    if not any(name == "data.pt" or name.startswith("data_") for name in present):
+        return "it has no data_<dp_rank>.pt"
+    return None

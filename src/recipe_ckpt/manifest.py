@@ -1,0 +1,248 @@
+"""The records of a checkpoint, and the digests that they hold.
+
+A checkpoint exists if and only if its manifest does; it is whole if every file of its file table matches. Digests are
+xxh3-128 of each block of 4 MiB, and of the block digests for the whole file, so that a reader can check only what it reads.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+import xxhash
+
+from recipe_ckpt.errors import DamagedCheckpointError
+
+FORMAT = 1
+BLOCK_BYTES = 4 * 1024 * 1024
+_DIGEST_CHARS = 32
+
+JSON = Any
+Record = TypeVar("Record")
+
+
+class BlockDigester:
+    """Digests a file's bytes as they pass by, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._blocks: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._open_bytes = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self.size_bytes += len(view)
+        while len(view):
+            room = BLOCK_BYTES - self._open_bytes
+            piece, view = view[:room], view[room:]
+            self._open.update(piece)
+            self._open_bytes += len(piece)
+            if self._open_bytes == BLOCK_BYTES:
+                self._close_block()
+
+    def finish(self) -> tuple[str, str]:
+        """Return the file's digest and the digests of its blocks, one after the other, in hex."""
+        if self._open_bytes:
+            self._close_block()
+        return digest_blocks(self._blocks), b"".join(self._blocks).hex()
+
+    def _close_block(self) -> None:
+        self._blocks.append(self._open.digest())
+        self._open = xxhash.xxh3_128()
+        self._open_bytes = 0
+
+
+def digest_bytes(data: bytes | bytearray | memoryview) -> bytes:
+    return xxhash.xxh3_128(data).digest()
+
+
+def digest_blocks(blocks: Iterable[bytes]) -> str:
+    return xxhash.xxh3_128(b"".join(blocks)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    `path` is relative to the step directory with `/` between its parts, `digest` and `blocks` are hex (`blocks` is 32
+    characters for each 4 MiB), `rank` wrote it.
+    """
+
+    path: str
+    size_bytes: int
+    digest: str
+    blocks: str
+    rank: int
+
+    def block(self, number: int) -> str:
+        return self.blocks[number * _DIGEST_CHARS : (number + 1) * _DIGEST_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTable:
+    """Every file of a checkpoint but `manifest.json` and `files.json` themselves, ordered by path."""
+
+    entries: tuple[FileEntry, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[FileEntry]) -> FileTable:
+        return cls(tuple(sorted(entries, key=lambda entry: entry.path)))
+
+    def under(self, folder: str) -> tuple[FileEntry, ...]:
+        """Return a folder's entries, with paths relative to it; `""` is the step directory itself."""
+        if not folder:
+            return self.entries
+        prefix = folder + "/"
+        return tuple(
+            FileEntry(e.path[len(prefix) :], e.size_bytes, e.digest, e.blocks, e.rank)
+            for e in self.entries
+            if e.path.startswith(prefix)
+        )
+
+    def find(self, path: str) -> FileEntry | None:
+        return next((entry for entry in self.entries if entry.path == path), None)
+
+    def encode(self) -> bytes:
+        return encode_json({"format": FORMAT, "files": [asdict(entry) for entry in self.entries]})
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> FileTable:
+        raw = decode_json(data, path)
+        return cls(tuple(build_record(FileEntry, item, path) for item in _expect_list(raw, "files", path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Continues:
+    """What the user's explicit `resume_from_path` named, and every later commit inherits."""
+
+    path: str
+    step: int
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The commit record of one checkpoint.
+
+    `sequence` grows by one with each commit of a root and is never used twice, so it tells the newest even after a rewind.
+    `parent` is the digest of the manifest of the checkpoint that this one was trained from, `data` the loader's geometry.
+    """
+
+    step: int
+    sequence: int
+    lineage: str
+    parent: str | None
+    continues: Continues | None
+    launch_id: str
+    created_at: str
+    world_size: int
+    dp_size: int
+    contents: tuple[str, ...]
+    data: Mapping[str, JSON]
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
+    files_digest: str
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        return encode_json(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Manifest:
+        raw = decode_json(data, path)
+        found = raw.get("format") if isinstance(raw, dict) else raw
+        if found != FORMAT:
+            raise DamagedCheckpointError(f"{path}: format {found!r}; this version reads format {FORMAT}", path=path)
+        raw = {**raw, "contents": tuple(raw.get("contents") or ())}
+        if raw.get("continues") is not None:
+            raw["continues"] = build_record(Continues, raw["continues"], path)
+        return build_record(cls, raw, path)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchEntry:
+    """One commit of the current branch: enough to find and to check it without a look at other directories."""
+
+    step: int
+    sequence: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """`run.json`: a root's lineage, its current branch (newest first) and the highest sequence ever given out."""
+
+    lineage: str
+    last_sequence: int = 0
+    branch: tuple[BranchEntry, ...] = field(default=())
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        return encode_json(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> RunRecord:
+        raw = decode_json(data, path)
+        branch = tuple(build_record(BranchEntry, item, path) for item in _expect_list(raw, "branch", path))
+        return build_record(cls, {**raw, "branch": branch}, path)
+
+
+def digest_manifest(data: bytes) -> str:
+    return digest_bytes(data).hex()
+
+
+def encode_json(value: JSON) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def decode_json(data: bytes, path: str) -> JSON:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not valid JSON ({error})", path=path) from error
+
+
+def build_record(kind: type[Record], raw: JSON, path: str) -> Record:
+    """Make a dataclass of a JSON object with exactly its fields.
+
+    Raises:
+        DamagedCheckpointError: a field is missing, or one is there that this version does not know.
+    """
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(raw, dict) or set(raw) != known:
+        found = sorted(raw) if isinstance(raw, dict) else raw
+        raise DamagedCheckpointError(f"{path}: found {found!r}; expected exactly the fields {sorted(known)}", path=path)
+    return kind(**raw)
+
+
+def to_plain(value: object, where: str = "value") -> JSON:
+    """Copy a value into plain JSON types: enums become their values, mappings dicts, sequences lists.
+
+    Config containers (OmegaConf's, dataclasses' dicts) come in, plain facts come out: nothing that a reader would need
+    another library for.
+
+    Raises:
+        TypeError: something else is in it; the message says where.
+    """
+    if isinstance(value, enum.Enum):
+        return to_plain(value.value, where)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(to_plain(key, where)): to_plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [to_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    raise TypeError(f"{where}: found {type(value).__name__}; allowed are numbers, strings, lists and mappings of them")
+
+
+def _expect_list(raw: JSON, key: str, path: str) -> list[JSON]:
+    if isinstance(raw, dict) and isinstance(raw.get(key), list):
+        return list(raw[key])
+    raise DamagedCheckpointError(f"{path}: has no list {key!r}", path=path)

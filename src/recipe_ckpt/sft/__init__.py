@@ -1,0 +1,1 @@
+"""The reference recipe: supervised fine-tuning of causal language models."""

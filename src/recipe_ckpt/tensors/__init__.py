@@ -1,0 +1,1 @@
+"""Tensors on disk: sharded safetensors with local plans."""

@@ -16,6 +16,8 @@ STAGING_DIR = ".staging"
 TRASH_DIR = ".trash"
 PINS_DIR = ".pins"
 ARCHIVE_DIR = "archive"
+ARCHIVING = ".archiving"
+COMMITTING_SUFFIX = ".committing"
 
 MANIFEST = "manifest.json"
 FILE_TABLE = "files.json"
@@ -29,6 +31,9 @@ _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)", re.ASCII)
 _TRACKER = re.compile(r"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*", re.ASCII)
 _STAGING = re.compile(r"global_step_(0|[1-9][0-9]*)\.([0-9a-f]+)", re.ASCII)
 _DISPLACED = re.compile(r"global_step_(0|[1-9][0-9]*)\.by-([0-9a-f]+)", re.ASCII)
+_TEMPORARY = re.compile(
+    rf"({'|'.join(map(re.escape, (TRACKER, RUN_RECORD, LEASE, ARCHIVING)))})\.[0-9a-f]{{32}}\.tmp", re.ASCII
+)
 _VERL_MODEL_SHARD = re.compile(r"model_world_size_([1-9][0-9]*)_rank_(0|[1-9][0-9]*)\.pt", re.ASCII)
 
 
@@ -67,6 +72,11 @@ def build_displaced_name(step: int, uid: str) -> str:
 def parse_displaced_name(name: str) -> tuple[int, str] | None:
     match = _DISPLACED.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
+
+
+def is_temporary_name(name: str) -> bool:
+    """Say whether a file in a root is what an interrupted replacement of a small file left behind."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def build_data_name(dp_rank: int) -> str:

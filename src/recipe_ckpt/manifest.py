@@ -130,13 +130,16 @@ class Manifest:
     """The commit record of one checkpoint.
 
     `sequence` grows by one with each commit of a root and is never used twice, so it tells the newest even after a rewind.
-    `parent` is the digest of the manifest of the checkpoint that this one was trained from, `data` the loader's geometry.
+    `parent` is the digest of the manifest of the checkpoint that this one was trained from, `ancestors` the sequences of
+    all that it descends from, as ranges (first, last), so that the branch can be rebuilt though some were pruned. `data` is
+    the loader's geometry.
     """
 
     step: int
     sequence: int
     lineage: str
     parent: str | None
+    ancestors: tuple[tuple[int, int], ...]
     continues: Continues | None
     launch_id: str
     created_at: str
@@ -158,7 +161,8 @@ class Manifest:
         found = raw.get("format") if isinstance(raw, dict) else raw
         if found != FORMAT:
             raise DamagedCheckpointError(f"{path}: format {found!r}; this version reads format {FORMAT}", path=path)
-        raw = {**raw, "contents": tuple(raw.get("contents") or ())}
+        ancestors = tuple((first, last) for first, last in raw.get("ancestors") or ())
+        raw = {**raw, "contents": tuple(raw.get("contents") or ()), "ancestors": ancestors}
         if raw.get("continues") is not None:
             raw["continues"] = build_record(Continues, raw["continues"], path)
         return build_record(cls, raw, path)
@@ -190,6 +194,17 @@ class RunRecord:
         raw = decode_json(data, path)
         branch = tuple(build_record(BranchEntry, item, path) for item in _expect_list(raw, "branch", path))
         return build_record(cls, {**raw, "branch": branch}, path)
+
+
+def extend_ranges(ranges: tuple[tuple[int, int], ...], sequence: int) -> tuple[tuple[int, int], ...]:
+    """Add a sequence that is higher than all in `ranges`."""
+    if ranges and ranges[-1][1] + 1 == sequence:
+        return (*ranges[:-1], (ranges[-1][0], sequence))
+    return (*ranges, (sequence, sequence))
+
+
+def is_in_ranges(ranges: Iterable[tuple[int, int]], sequence: int) -> bool:
+    return any(first <= sequence <= last for first, last in ranges)
 
 
 def digest_manifest(data: bytes) -> str:

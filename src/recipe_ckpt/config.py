@@ -1,0 +1,539 @@
+"""The configuration: dataclasses, and every rule about their values. Knows neither Hydra nor torch.
+
+`validate` runs before a process group, a directory or a model exists. What it refuses is a `ConfigError` with the key as typed
+on the command line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from recipe_ckpt.errors import ConfigError
+
+
+class ResumeMode(StrEnum):
+    auto = "auto"
+    disable = "disable"
+    resume_path = "resume_path"
+
+
+# OmegaConf accepts an enum's names only, and `raise` can't be written as a name.
+FailurePolicy = StrEnum("FailurePolicy", ["raise", "warn"])
+MismatchPolicy = StrEnum("MismatchPolicy", ["raise", "restart"])
+
+
+class LrScheduler(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Strategy(StrEnum):
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+CONTENTS = ("model", "optimizer", "extra")
+LOGGERS = ("console", "tensorboard")
+DATA_EXTENSIONS = (".jsonl", ".json", ".parquet")
+
+
+@dataclass
+class CheckpointConfig:
+    """`checkpoint.`: where, what and when; the first five keys are verl's, with verl's meaning."""
+
+    _target_: str = "recipe_ckpt.build_handler"
+    _partial_: bool = True
+    _convert_: str = "object"
+    default_local_dir: str = "checkpoints/${oc.select:trainer.project_name,sft}/${oc.select:trainer.experiment_name,test}"
+    """The run's root. A relative one starts at the directory that the script was started in."""
+    default_hdfs_dir: str | None = None
+    """A mirror of the root. Not available in this version: null."""
+    max_ckpt_to_keep: int | None = None
+    """How many checkpoints stay on disk; null keeps all."""
+    resume_mode: ResumeMode = ResumeMode.auto
+    """auto: the newest good checkpoint, or a fresh start; disable: a fresh start; resume_path: exactly `resume_from_path`."""
+    resume_from_path: str | None = None
+    """A `global_step_<N>` directory, or a run's root."""
+    run_subdir: str = ""
+    """Appended to the root: a part of one experiment, like a job of a sweep."""
+    save_contents: list[str] = field(default_factory=lambda: list(CONTENTS))
+    """Of model, optimizer, extra (progress, RNG, data position)."""
+    load_contents: list[str] | None = None
+    """What is restored; null is `save_contents`."""
+    async_save: bool = False
+    """Write in the background. Not available in this version: false."""
+    on_save_failure: FailurePolicy = FailurePolicy["raise"]
+    """raise: a failed save stops the run; warn: it is logged as an error and training goes on."""
+    on_data_mismatch: MismatchPolicy = MismatchPolicy["raise"]
+    """When the data set is not the one of the checkpoint. raise: stop; restart: start the epoch over."""
+    rank_timeout_secs: int = 600
+    """How long the ranks wait for a silent one at a save or load before they stop and name it."""
+
+
+@dataclass
+class TrainerConfig:
+    """`trainer.`: verl's names for the length of a run, its checkpoints and its reports."""
+
+    project_name: str = "sft"
+    """First part of the default root."""
+    experiment_name: str = "test"
+    """Second part of the default root: another name is another run."""
+    total_epochs: int = 1
+    """How often the data is seen, when `total_training_steps` is null."""
+    total_training_steps: int | None = None
+    """How many optimizer steps the run has; null is `total_epochs`."""
+    save_freq: int | None = None
+    """Save every so many steps, and at the end; null (or verl's -1) only at the end."""
+    test_freq: int | None = None
+    """Evaluate every so many steps, and at the end; null (or verl's -1) only at the end."""
+    log_freq: int = 10
+    """A line in the log every so many steps."""
+    seed: int = 1
+    """Seeds the weights, the order of the data, and with the rank added the dropout."""
+    device: Device = Device.auto
+    """auto: CUDA where there is one, else the CPU."""
+    logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
+    """Of console (progress bar and log lines), tensorboard (curves in `<root>/tensorboard`)."""
+    audit_file: str | None = None
+    """A JSON line per rank and step is appended here: sample ids, loss, learning rate."""
+
+
+@dataclass
+class OptimConfig:
+    """`optim.`: AdamW, and the learning rate as a function of the step and these keys alone."""
+
+    lr: float = 1e-3
+    """The peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """AdamW's decay."""
+    lr_scheduler_type: LrScheduler = LrScheduler.cosine
+    """constant, or down to zero at `lr_decay_steps`: linear, cosine."""
+    lr_warmup_steps: int = 0
+    """The first steps, in which the rate grows linearly to `lr`."""
+    lr_decay_steps: int | None = None
+    """The step at which the rate is zero; null is the run's last one."""
+    clip_grad: float | None = 1.0
+    """The largest norm of all gradients together; null does not clip."""
+
+
+@dataclass
+class EngineConfig:
+    """`engine.`: how a model is spread over ranks."""
+
+    strategy: Strategy = Strategy.ddp
+    """ddp: a whole model on each rank; fsdp2: shards. Means nothing for one rank."""
+
+
+@dataclass
+class LaunchConfig:
+    """`launch.`: the process that a rank runs in."""
+
+    num_threads: int | None = None
+    """CPU threads of torch in each rank; null leaves it to torch. Bit-equal resume needs the same number."""
+    deterministic: bool = False
+    """Deterministic algorithms only: what bit-equal resume needs on CUDA."""
+
+
+@dataclass
+class TinyModelConfig:
+    """`model=tiny`: a small Llama with random weights, and a tokenizer that is bytes. Built offline."""
+
+    _target_: str = "recipe_ckpt.sft.model.build_tiny"
+    _partial_: bool = True
+    hidden_size: int = 128
+    """Width."""
+    num_layers: int = 3
+    """Depth."""
+    num_heads: int = 4
+    """Attention heads; they share `hidden_size` out."""
+    attention_dropout: float = 0.0
+    """Dropout on attention weights."""
+    dtype: Dtype = Dtype.float32
+    """Of the weights."""
+
+
+@dataclass
+class HfModelConfig:
+    """`model=hf`: a causal language model and its tokenizer from a local folder."""
+
+    _target_: str = "recipe_ckpt.sft.model.build_hf"
+    _partial_: bool = True
+    path: str | None = None
+    """A folder in the Hugging Face format (config.json, *.safetensors, tokenizer files)."""
+    dtype: Dtype = Dtype.float32
+    """Of the weights."""
+
+
+@dataclass
+class DataConfig:
+    """What `data.` has whatever the data is: how samples become batches."""
+
+    train_batch_size: int = 32
+    """Samples of one optimizer step, over all ranks."""
+    micro_batch_size_per_gpu: int | None = None
+    """Samples of one forward pass on one rank; the rest of a rank's share is accumulated. null: its whole share."""
+    num_workers: int = 0
+    """Loader processes of each rank."""
+    prefetch_factor: int | None = None
+    """Batches that each loader process fetches ahead; null is torch's default."""
+    shuffle: bool = True
+    """Another order in each epoch."""
+    drop_last: bool = False
+    """Leave out the last, partial batch of an epoch; false fills it up with samples that count for nothing."""
+
+
+@dataclass
+class ArithmeticDataConfig(DataConfig):
+    """`data=arithmetic`: sums of small numbers as questions and answers, generated."""
+
+    _target_: str = "recipe_ckpt.sft.data.build_arithmetic"
+    _partial_: bool = True
+    train_samples: int = 768
+    """Questions to train on."""
+    val_samples: int = 64
+    """Questions to evaluate on; their sums are not in the training data."""
+    max_number: int = 30
+    """The largest summand."""
+    seed: int = 0
+    """Which sums are held out, and their order."""
+    max_length: int = 128
+    """Tokens; what is longer is cut off."""
+    chat_template: str | None = None
+    """A Jinja template; null is the tokenizer's own, or a plain one."""
+
+
+@dataclass
+class JsonlDataConfig(DataConfig):
+    """`data=jsonl`: chats from JSONL or Parquet files."""
+
+    _target_: str = "recipe_ckpt.sft.data.build_jsonl"
+    _partial_: bool = True
+    train_files: Any = None
+    """A file, or a list of them."""
+    val_files: Any = None
+    """A file, or a list of them; null: no evaluation."""
+    messages_key: str = "messages"
+    """The column with a list of {role, content}."""
+    prompt_key: str | None = None
+    """With `response_key`: the columns of a question and its answer, in place of `messages_key`."""
+    response_key: str | None = None
+    """See `prompt_key`."""
+    max_length: int = 1024
+    """Tokens; what is longer is cut off. A sample that loses its whole answer is left out, with a warning."""
+    chat_template: str | None = None
+    """A Jinja template; null is the tokenizer's own, or a plain one."""
+
+
+def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: str | None = None) -> dict[str, Any]:
+    """Check the whole configuration; return its sections with absolute paths, null for -1, and `checkpoint` as plain values.
+
+    `sections` are the dataclasses by group. Groups that are not ours (another model, other data) pass as they are.
+
+    Raises:
+        ConfigError: the first value that can't work.
+    """
+    launch_dir = launch_dir or os.getcwd()
+    settled = dict(sections)
+    values = {key: value for key, value in vars(sections["checkpoint"]).items() if not key.startswith("_")}
+    settled["checkpoint"] = validate_checkpoint(values, launch_dir=launch_dir)
+    settled["trainer"] = _settle_trainer(sections["trainer"], launch_dir)
+    _check_optim(sections["optim"])
+    _check_int("launch.num_threads", sections["launch"].num_threads, nullable=True)
+    _check_batches(sections["data"], world_size)
+    settled["model"] = _settle_model(sections["model"], launch_dir)
+    settled["data"] = _settle_data(sections["data"], launch_dir)
+    return settled
+
+
+def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = None) -> dict[str, Any]:
+    """Check the keys of `CheckpointConfig` (without `_target_` and the like) and return all of them, settled.
+
+    Paths are absolute (against `launch_dir`, by default the working directory) with `~` expanded, modes are enum members, an
+    empty text is None, and `load_contents` is a list.
+
+    Raises:
+        ConfigError: a value can't work.
+    """
+    defaults = {key: value for key, value in asdict(CheckpointConfig()).items() if not key.startswith("_")}
+    _check_known("checkpoint", values, defaults)
+    found = {**defaults, **values}
+    launch_dir = launch_dir or os.getcwd()
+    return {
+        **found,
+        "default_local_dir": _settle_root(found["default_local_dir"], launch_dir),
+        "run_subdir": _settle_subdir(found["run_subdir"]),
+        "default_hdfs_dir": _refuse_mirror(found["default_hdfs_dir"]),
+        "max_ckpt_to_keep": _check_int("checkpoint.max_ckpt_to_keep", found["max_ckpt_to_keep"], nullable=True),
+        "async_save": _refuse_async(found["async_save"]),
+        "on_save_failure": _choose(FailurePolicy, "checkpoint.on_save_failure", found["on_save_failure"]),
+        "on_data_mismatch": _choose(MismatchPolicy, "checkpoint.on_data_mismatch", found["on_data_mismatch"]),
+        "rank_timeout_secs": _check_int("checkpoint.rank_timeout_secs", found["rank_timeout_secs"]),
+        **_settle_resume(found["resume_mode"], found["resume_from_path"], launch_dir),
+        **_settle_contents(found["save_contents"], found["load_contents"]),
+    }
+
+
+def _settle_root(value: object, launch_dir: str) -> str:
+    path = _settle_path("checkpoint.default_local_dir", value, launch_dir)
+    if path is None:
+        raise ConfigError(
+            "checkpoint.default_local_dir", value, "a directory", "To train without checkpoints, write checkpoint=none."
+        )
+    if "://" in path:
+        raise ConfigError("checkpoint.default_local_dir", value, "a local directory", "URLs belong to a mirror.")
+    return path
+
+
+def _settle_subdir(value: object) -> str:
+    if not isinstance(value, str) or os.path.isabs(value) or ".." in value.split("/"):
+        raise ConfigError("checkpoint.run_subdir", value, "a relative path below the root, or empty", "Leave it empty.")
+    return value.strip("/")
+
+
+def _settle_resume(mode: object, path: object, launch_dir: str) -> dict[str, Any]:
+    chosen = _choose(ResumeMode, "checkpoint.resume_mode", mode)
+    settled = _settle_path("checkpoint.resume_from_path", path, launch_dir)
+    if chosen is ResumeMode.resume_path and settled is None:
+        raise ConfigError(
+            "checkpoint.resume_from_path",
+            path,
+            "a global_step_<N> directory, or a run's root, with resume_mode=resume_path",
+            "Give the path, or write checkpoint.resume_mode=auto.",
+        )
+    return {"resume_mode": chosen, "resume_from_path": settled}
+
+
+def _settle_contents(save: object, load: object) -> dict[str, list[str]]:
+    saved = _check_subset("checkpoint.save_contents", save, CONTENTS)
+    loaded = saved if load is None else _check_subset("checkpoint.load_contents", load, CONTENTS)
+    if not saved:
+        raise ConfigError("checkpoint.save_contents", saved, f"some of {list(CONTENTS)}", "To save nothing: checkpoint=none.")
+    if missing := [item for item in loaded if item not in saved]:
+        raise ConfigError(
+            "checkpoint.load_contents",
+            loaded,
+            f"some of what is saved: {saved}",
+            f"Add {missing} to checkpoint.save_contents.",
+        )
+    return {"save_contents": saved, "load_contents": loaded}
+
+
+def _refuse_mirror(value: object) -> None:
+    if _settle_text("checkpoint.default_hdfs_dir", value) is not None:
+        raise ConfigError(
+            "checkpoint.default_hdfs_dir", value, "null", "A mirror is not available in this version: copy the root yourself."
+        )
+
+
+def _refuse_async(value: object) -> bool:
+    if value is not False:
+        raise ConfigError("checkpoint.async_save", value, "false", "Asynchronous saves are not available in this version.")
+    return False
+
+
+def _settle_trainer(trainer: TrainerConfig, launch_dir: str) -> TrainerConfig:
+    for key, nullable in (("total_epochs", False), ("total_training_steps", True), ("log_freq", False)):
+        _check_int(f"trainer.{key}", getattr(trainer, key), nullable=nullable)
+    _check_subset("trainer.logger", trainer.logger, LOGGERS)
+    if "tensorboard" in trainer.logger:
+        _require_extra("tensorboard", "trainer.logger", trainer.logger, or_else=" Or write trainer.logger=[console].")
+    return replace(
+        trainer,
+        save_freq=_settle_frequency("trainer.save_freq", trainer.save_freq),
+        test_freq=_settle_frequency("trainer.test_freq", trainer.test_freq),
+        audit_file=_settle_path("trainer.audit_file", trainer.audit_file, launch_dir),
+    )
+
+
+def _check_optim(optim: OptimConfig) -> None:
+    _check_float("optim.lr", optim.lr, above=0)
+    _check_float("optim.eps", optim.eps, above=0)
+    _check_float("optim.weight_decay", optim.weight_decay, at_least=0)
+    _check_int("optim.lr_warmup_steps", optim.lr_warmup_steps, at_least=0)
+    _check_int("optim.lr_decay_steps", optim.lr_decay_steps, nullable=True)
+    if optim.clip_grad is not None:
+        _check_float("optim.clip_grad", optim.clip_grad, above=0)
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError("optim.betas", optim.betas, "two numbers in [0, 1)", "Write optim.betas=[0.9,0.95].")
+
+
+def _check_batches(data: DataConfig, world_size: int) -> None:
+    _check_int("data.train_batch_size", data.train_batch_size)
+    _check_int("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, nullable=True)
+    _check_int("data.num_workers", data.num_workers, at_least=0)
+    _check_int("data.prefetch_factor", data.prefetch_factor, nullable=True)
+    if data.prefetch_factor and not data.num_workers:
+        raise ConfigError(
+            "data.prefetch_factor", data.prefetch_factor, "null without loader processes", "Set data.num_workers."
+        )
+    if data.train_batch_size % world_size:
+        raise ConfigError(
+            "data.train_batch_size", data.train_batch_size, f"a multiple of the {world_size} ranks", "It is the global batch."
+        )
+
+
+def _settle_model(model: Any, launch_dir: str) -> Any:
+    if isinstance(model, TinyModelConfig | HfModelConfig):
+        _require_extra("transformers", "model", type(model).__name__)
+    if isinstance(model, TinyModelConfig):
+        _check_int("model.num_layers", model.num_layers)
+        _check_int("model.num_heads", model.num_heads)
+        _check_float("model.attention_dropout", model.attention_dropout, at_least=0, below=1)
+        if _check_int("model.hidden_size", model.hidden_size) % (2 * model.num_heads):
+            raise ConfigError(
+                "model.hidden_size",
+                model.hidden_size,
+                "a multiple of twice model.num_heads",
+                "Rotary heads need even widths.",
+            )
+    if not isinstance(model, HfModelConfig):
+        return model
+    path = _settle_path("model.path", model.path, launch_dir)
+    if path is None or not os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(
+            "model.path",
+            model.path,
+            "a local folder with config.json, *.safetensors and tokenizer files",
+            "Nothing is downloaded.",
+        )
+    return replace(model, path=path)
+
+
+def _settle_data(data: Any, launch_dir: str) -> Any:
+    if not isinstance(data, ArithmeticDataConfig | JsonlDataConfig):
+        return data
+    _check_int("data.max_length", data.max_length, at_least=2)
+    if isinstance(data, ArithmeticDataConfig):
+        for key in ("train_samples", "max_number"):
+            _check_int(f"data.{key}", getattr(data, key))
+        pairs = (data.max_number + 1) ** 2
+        if not 0 <= data.val_samples < pairs:
+            raise ConfigError("data.val_samples", data.val_samples, f"0 to {pairs - 1}", "Raise data.max_number.")
+        return data
+    _require_extra("datasets", "data", type(data).__name__)
+    if (data.prompt_key is None) != (data.response_key is None):
+        raise ConfigError("data.prompt_key", data.prompt_key, "set together with data.response_key", "Set both or none.")
+    train_files = _settle_files("data.train_files", data.train_files, launch_dir)
+    if not train_files:
+        raise ConfigError(
+            "data.train_files",
+            data.train_files,
+            f"files ending in {', '.join(DATA_EXTENSIONS)}",
+            "Write data.train_files=my.jsonl.",
+        )
+    return replace(data, train_files=train_files, val_files=_settle_files("data.val_files", data.val_files, launch_dir))
+
+
+def _settle_files(key: str, value: object, launch_dir: str) -> list[str]:
+    listed = [value] if value is None or isinstance(value, str) else value
+    if not isinstance(listed, list):
+        raise ConfigError(key, value, "a file or a list of files", f"Write {key}=[a.jsonl,b.jsonl].")
+    paths = [path for item in listed if (path := _settle_path(key, item, launch_dir)) is not None]
+    for path in paths:
+        if os.path.splitext(path)[1] not in DATA_EXTENSIONS:
+            raise ConfigError(key, path, f"files ending in {', '.join(DATA_EXTENSIONS)}", "Convert it.")
+        if not os.path.isfile(path):
+            raise ConfigError(key, path, "a file that exists", "Relative paths start at the launch directory.")
+    return paths
+
+
+def _settle_text(key: str, value: object) -> str | None:
+    """Return a text, or None for null and for an empty one; refuse what looks like a null that YAML didn't see."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or value in ("none", "None"):
+        raise ConfigError(key, value, "a text or null", f"For no value write null: {key}=null.")
+    return value
+
+
+def _settle_path(key: str, value: object, launch_dir: str) -> str | None:
+    text = _settle_text(key, value)
+    if text is None or "://" in text:
+        return text
+    return os.path.normpath(os.path.join(launch_dir, os.path.expanduser(text)))
+
+
+def _settle_frequency(key: str, value: object) -> int | None:
+    if value is None or (value == -1 and not isinstance(value, float)):
+        return None
+    if type(value) is not int or value < 1:
+        raise ConfigError(key, value, "an integer >= 1, or null for the end only", f"Write {key}=null.")
+    return value
+
+
+def _choose(kind: type[StrEnum], key: str, value: object) -> Any:
+    names = [member.value for member in kind]
+    if not isinstance(value, str) or value not in names:
+        raise ConfigError(key, value, f"one of {names}", "In YAML, on, off, yes and no are booleans: write one of the names.")
+    return kind(value)
+
+
+def _check_subset(key: str, value: object, allowed: Collection[str]) -> list[str]:
+    listed = list(value) if isinstance(value, Collection) and not isinstance(value, str) else None
+    if listed is None or any(item not in allowed for item in listed):
+        raise ConfigError(key, value, f"a list with some of {list(allowed)}", f"Write {key}=[{','.join(allowed)}].")
+    return listed
+
+
+def _check_int(key: str, value: Any, *, at_least: int = 1, nullable: bool = False) -> Any:
+    """Return the value. A boolean is not a number here."""
+    if value is None and nullable:
+        return value
+    if type(value) is not int or value < at_least:
+        allowed = f"an integer >= {at_least}" + (", or null" if nullable else "")
+        raise ConfigError(key, value, allowed, f"Write {key}={'null' if nullable else max(at_least, 1)}.")
+    return value
+
+
+def _check_float(
+    key: str, value: float, *, above: float = -math.inf, at_least: float = -math.inf, below: float = math.inf
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= above or value < at_least or value >= below:
+        limit = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}"
+        limit += f" and < {below:g}" if below < math.inf else ""
+        raise ConfigError(key, value, f"a number{limit}", "Change it.")
+
+
+def _check_known(group: str, values: Collection[str], known: Collection[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{group}.{key}", key, f"the keys {sorted(known)}", "Remove it, or correct its name.")
+
+
+def check_section(group: str, keys: Collection[str], section: object) -> None:
+    """Refuse keys that a `+` on the command line has put into a group beside its own.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    _check_known(group, keys, [item.name for item in fields(section)])  # type: ignore[arg-type]
+
+
+def _require_extra(module: str, key: str, found: object, *, or_else: str = "") -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            key, found, f"needs {module}, which is not installed", f'Run: pip install "recipe-ckpt[sft]".{or_else}'
+        )

@@ -1,0 +1,282 @@
+"""What one rank puts into a checkpoint and takes out of it: engines, data position, random state, facts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from recipe_ckpt import data_state, layout
+from recipe_ckpt.engines.base import Engine, Snapshot, SnapshotEngine
+from recipe_ckpt.errors import ConfigError, DamagedCheckpointError
+from recipe_ckpt.manifest import BlockDigester, FileEntry, FileTable, decode_json, encode_json, to_plain
+from recipe_ckpt.storage import Storage, describe_file
+
+ENGINE_CONTENTS = frozenset({"model", "optimizer"})
+
+
+class Stateful(Protocol):
+    """Further state: a schedule, an average of the weights, metrics. Tensors and plain types, equal on every rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class RunContents:
+    """This rank's view of what is saved and restored.
+
+    `engines` by folder: a single engine stands under `""`, in the step directory itself, as in verl's SFT layout; several
+    ones in folders of their names, as in its PPO layout.
+    """
+
+    engines: Mapping[str, Engine]
+    loader: Any
+    extra_state: Mapping[str, Stateful]
+    lora_train_meta: Mapping[str, Any] | None
+    documents: Mapping[str, str]
+    rank: int
+    world_size: int
+    on_data_mismatch: str
+    _snapshots: dict[str, Snapshot] = field(default_factory=dict)
+
+    @property
+    def _first(self) -> Engine:
+        return next(iter(self.engines.values()))
+
+    @property
+    def dp_size(self) -> int:
+        return self._first.get_data_parallel_size()
+
+    def describe_data(self) -> dict[str, Any]:
+        return data_state.describe_geometry(self.loader, self.dp_size)
+
+    # --- saving
+
+    def write(self, directory: str, storage: Storage, step: int, contents: Collection[str]) -> dict[str, Any]:
+        """Write and fsync this rank's files; return their entries and the engines' fragments, as JSON.
+
+        Collective only if an engine's own `save_checkpoint` is.
+        """
+        entries: list[FileEntry] = []
+        fragments: dict[str, Any] = {}
+        self._snapshots.clear()
+        for name, engine in self.engines.items():
+            folder = os.path.join(directory, name)
+            storage.make_dirs(folder)
+            if not isinstance(engine, SnapshotEngine):
+                engine.save_checkpoint(local_path=folder, global_step=step, max_ckpt_to_keep=None)
+                continue
+            snapshot = engine.snapshot(ENGINE_CONTENTS & set(contents))
+            part = snapshot.write(folder, storage)
+            entries += [_move_under(name, entry) for entry in part.entries]
+            fragments[name] = part.fragment
+            self._snapshots[name] = snapshot
+        if "extra" in contents:
+            entries += self._write_extra(directory, storage)
+        return {"entries": [asdict(entry) for entry in entries], "fragments": fragments}
+
+    def finish(
+        self, directory: str, storage: Storage, step: int, contents: Collection[str], parts: Sequence[Mapping[str, Any]]
+    ) -> list[FileEntry]:
+        """On rank 0: join what the ranks wrote, add the files that one rank writes for all, and return every entry."""
+        entries = [FileEntry(**entry) for part in parts for entry in part["entries"]]
+        for name, snapshot in self._snapshots.items():
+            joined = snapshot.finish(os.path.join(directory, name), storage, [part["fragments"][name] for part in parts])
+            entries += [_move_under(name, entry) for entry in joined]
+        for name, data in self._build_facts(step, contents).items():
+            entries.append(storage.write_file(os.path.join(directory, name), [data], name=name, rank=0))
+        if len(self._snapshots) < len(self.engines):
+            entries += _describe_others(directory, {entry.path for entry in entries})
+        return entries
+
+    def _write_extra(self, directory: str, storage: Storage) -> list[FileEntry]:
+        files = {layout.build_rng_name(self.rank): data_state.encode_rng()}
+        if self._first.is_mp_src_rank_with_outputs():
+            name = layout.build_data_name(self._first.get_data_parallel_rank())
+            files[name] = data_state.encode_loader(self.loader)
+        return [
+            storage.write_file(os.path.join(directory, name), [data], name=name, rank=self.rank)
+            for name, data in files.items()
+        ]
+
+    def _build_facts(self, step: int, contents: Collection[str]) -> dict[str, bytes]:
+        files = {name: text.encode() for name, text in self.documents.items()}
+        state: dict[str, Any] = {"step": step}
+        if "extra" in contents:
+            sampler = data_state.find_sampler(self.loader)
+            state["data"] = sampler.position() if sampler else None
+            state["extra"] = {}
+            for name, stateful in self.extra_state.items():
+                value = stateful.state_dict()
+                try:
+                    state["extra"][name] = to_plain(value, name)
+                except TypeError:
+                    files[layout.build_extra_name(name)] = data_state.encode_tensors(value, f"extra_state[{name!r}]")
+        files[layout.TRAINER_STATE] = encode_json(state)
+        if self.lora_train_meta is not None:
+            files[layout.LORA_META] = encode_json(to_plain(self.lora_train_meta, "lora_train_meta"))
+        return files
+
+    # --- restoring
+
+    def check_foreign(self, directory: str, table: FileTable | None) -> None:
+        """Check this rank's share of the files that engines with their own format will read.
+
+        Raises:
+            DamagedCheckpointError: a file differs from its entry.
+        """
+        if table is None:
+            return
+        for name, engine in self.engines.items():
+            if isinstance(engine, SnapshotEngine):
+                continue
+            for entry in table.under(name)[self.rank :: self.world_size]:
+                read_checked(os.path.join(directory, name), entry, keep=False)
+
+    def restore(
+        self,
+        directory: str,
+        table: FileTable | None,
+        step: int,
+        contents: Collection[str],
+        geometry: Mapping[str, Any] | None,
+    ) -> None:
+        """Restore everything, the random state last. `table` is None for a foreign checkpoint.
+
+        Raises:
+            DamagedCheckpointError: a file differs from its entry.
+            StateMismatchError: the tensors don't fit.
+            DataMismatchError: the data position doesn't fit.
+        """
+        for name, engine in self.engines.items():
+            folder = os.path.join(directory, name)
+            if table is not None and isinstance(engine, SnapshotEngine):
+                entries = {entry.path: entry for entry in table.under(name)}
+                engine.restore(folder, entries, ENGINE_CONTENTS & set(contents))
+            else:
+                engine.load_checkpoint(folder)
+        if "extra" in contents:
+            self._restore_extra(directory, table, step, geometry)
+
+    def _restore_extra(self, directory: str, table: FileTable | None, step: int, geometry: Mapping[str, Any] | None) -> None:
+        facts = self._read_facts(directory, table)
+        self._restore_data(directory, table, step, geometry, facts)
+        for name, stateful in self.extra_state.items():
+            if name in facts.get("extra", {}):
+                stateful.load_state_dict(facts["extra"][name])
+            elif table is not None and (entry := table.find(layout.build_extra_name(name))):
+                data = read_checked(directory, entry)
+                stateful.load_state_dict(data_state.decode_tensors(data, os.path.join(directory, entry.path)))
+        self._restore_rng(directory, table)
+
+    def _read_facts(self, directory: str, table: FileTable | None) -> dict[str, Any]:
+        if table is None:
+            return {}
+        data = read_checked(directory, _require(table, layout.TRAINER_STATE, directory))
+        return dict(decode_json(data, os.path.join(directory, layout.TRAINER_STATE)))
+
+    def _restore_data(
+        self,
+        directory: str,
+        table: FileTable | None,
+        step: int,
+        geometry: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+    ) -> None:
+        sampler = data_state.find_sampler(self.loader)
+        if sampler is not None:
+            data_state.restore_sampler(sampler, facts.get("data"), on_mismatch=self.on_data_mismatch)
+        elif hasattr(self.loader, "load_state_dict"):
+            state = self._read_loader_state(directory, table, geometry)
+            data_state.restore_loader(
+                self.loader, state, step, geometry, self.describe_data(), on_mismatch=self.on_data_mismatch
+            )
+
+    def _read_loader_state(self, directory: str, table: FileTable | None, geometry: Mapping[str, Any] | None) -> Any:
+        name = layout.build_data_name(self._first.get_data_parallel_rank())
+        if table is None:
+            entry = describe_file(os.path.join(directory, name), name=name, rank=self.rank)
+        elif geometry is not None and geometry.get("dp_size") != self.dp_size:
+            return {}  # restore_loader refuses it, with both sizes
+        else:
+            entry = _require(table, name, directory)
+        return data_state.decode_tensors(read_checked(directory, entry), os.path.join(directory, name))
+
+    def _restore_rng(self, directory: str, table: FileTable | None) -> None:
+        if table is None:
+            return
+        entry = table.find(layout.build_rng_name(self.rank))
+        if entry is None:
+            first = _require(table, layout.build_rng_name(0), directory)
+            data_state.derive_rng(int(first.digest[:12], 16) + self.rank)
+            return
+        data = read_checked(directory, entry)
+        data_state.restore_rng(data_state.decode_tensors(data, os.path.join(directory, entry.path)))
+
+
+def read_checked(directory: str, entry: FileEntry, *, keep: bool = True) -> bytes:
+    """Read a file whole and compare it with its entry; `keep=False` only compares, in bounded memory.
+
+    Raises:
+        DamagedCheckpointError: it is missing, cut short or changed.
+    """
+    path = os.path.join(directory, entry.path)
+    digester = BlockDigester()
+    kept = bytearray()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(1 << 20):
+                digester.update(chunk)
+                if keep:
+                    kept += chunk
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {error.strerror or error}", path=path) from error
+    if digester.size_bytes != entry.size_bytes or digester.finish()[0] != entry.digest:
+        raise DamagedCheckpointError(
+            f"{path}: found {digester.size_bytes} bytes that are not the {entry.size_bytes} bytes that were written",
+            path=path,
+        )
+    return bytes(kept)
+
+
+def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:
+    """Put engines by folder; check that they are some.
+
+    Raises:
+        ConfigError: an object without an engine's methods, or a name that is no folder's.
+    """
+    engines = dict(engine) if isinstance(engine, Mapping) else {"": engine}
+    for name, item in engines.items():
+        if not isinstance(item, Engine):
+            allowed = (
+                "an object with save_checkpoint, load_checkpoint, is_mp_src_rank_with_outputs, get_data_parallel_rank/size"
+            )
+            raise ConfigError("engine", type(item).__name__, allowed, "Pass an engine, or a mapping of names to engines.")
+        if isinstance(engine, Mapping) and not name.isidentifier():
+            raise ConfigError("engine", name, "names such as actor or critic", "It becomes a folder's name.")
+    return engines
+
+
+def _move_under(folder: str, entry: FileEntry) -> FileEntry:
+    path = f"{folder}/{entry.path}" if folder else entry.path
+    return FileEntry(path, entry.size_bytes, entry.digest, entry.blocks, entry.rank)
+
+
+def _describe_others(directory: str, known: set[str]) -> list[FileEntry]:
+    """Digest the files that engines with their own format wrote."""
+    found = []
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.relpath(os.path.join(folder, name), directory).replace(os.sep, "/")
+            if path not in known:
+                found.append(describe_file(os.path.join(folder, name), name=path, rank=0))
+    return found
+
+
+def _require(table: FileTable, name: str, directory: str) -> FileEntry:
+    entry = table.find(name)
+    if entry is None:
+        raise DamagedCheckpointError(f"{directory}: {name} is not part of it", path=directory)
+    return entry

@@ -1,0 +1,106 @@
+"""The only place where Hydra's config becomes plain values and callables. Imports no torch until a recipe is built."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from recipe_ckpt import config, layout
+from recipe_ckpt.errors import CheckpointError, RankError, SaveFailedError
+
+if TYPE_CHECKING:
+    from recipe_ckpt.sft.loop import Recipe
+
+SCHEMAS: dict[str, type] = {
+    "checkpoint/schema": config.CheckpointConfig,
+    "trainer/schema": config.TrainerConfig,
+    "optim/schema": config.OptimConfig,
+    "engine/schema": config.EngineConfig,
+    "launch/schema": config.LaunchConfig,
+    "model/tiny": config.TinyModelConfig,
+    "model/hf": config.HfModelConfig,
+    "data/arithmetic": config.ArithmeticDataConfig,
+    "data/jsonl": config.JsonlDataConfig,
+}
+
+
+def register_schemas() -> None:
+    """Put the dataclasses into Hydra's store, as `recipe_ckpt/<group>/<name>`. Calling it again changes nothing."""
+    store = ConfigStore.instance()
+    if "recipe_ckpt" in store.repo:
+        return
+    for place, schema in SCHEMAS.items():
+        group, name = place.split("/")
+        store.store(group=f"recipe_ckpt/{group}", name=name, node=schema)
+
+
+def build_recipe(cfg: DictConfig) -> Recipe:
+    """Check the config and turn it into plain values and callables.
+
+    Raises:
+        ConfigError: a value can't work; nothing has been built.
+    """
+    sections: dict[str, Any] = OmegaConf.to_object(cfg)  # type: ignore[assignment]
+    for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
+        config.check_section(group, list(cfg[group]), sections[group])
+    settled = config.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
+
+    from recipe_ckpt.sft.loop import Recipe  # torch starts to load here, after every check
+
+    checkpoint = settled["checkpoint"]
+    return Recipe(
+        trainer=settled["trainer"],
+        optim=settled["optim"],
+        engine=settled["engine"],
+        launch=settled["launch"],
+        data=settled["data"],
+        root=os.path.join(checkpoint["default_local_dir"], checkpoint["run_subdir"]),
+        build_model=_build_part(settled["model"]),
+        build_data=_build_part(settled["data"], leave_out={item.name for item in fields(config.DataConfig)}),
+        build_handler=partial(instantiate({"_target_": cfg.checkpoint._target_, "_partial_": True}), **checkpoint),
+        documents={layout.CONFIG: _describe(cfg), layout.OVERRIDES: _list_overrides()},
+    )
+
+
+@contextmanager
+def clean_exit() -> Iterator[None]:
+    """End the process with one line on stderr for what the user can mend, instead of a traceback."""
+    try:
+        yield
+    except (RankError, SaveFailedError):
+        raise
+    except CheckpointError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _build_part(section: Any, leave_out: set[str] | None = None) -> Any:
+    """Return the section's target with its keys filled in; what exists at run time only is passed at the call."""
+    values = {key: value for key, value in vars(section).items() if not key.startswith("_") and key not in (leave_out or ())}
+    return partial(instantiate({"_target_": section._target_, "_partial_": True}), **values)
+
+
+def _launch_dir() -> str:
+    """Return where the user started the script, wherever `hydra.job.chdir` has moved the process."""
+    return str(HydraConfig.get().runtime.cwd) if HydraConfig.initialized() else os.getcwd()
+
+
+def _describe(cfg: DictConfig) -> str:
+    """Return the config unresolved, with a defaults list by which Hydra reads it back typed."""
+    places = {schema: place for place, schema in SCHEMAS.items()}
+    known = [f"/recipe_ckpt/{places[kind]}@{group}" for group in cfg if (kind := OmegaConf.get_type(cfg, group)) in places]
+    return OmegaConf.to_yaml({"defaults": [*known, "_self_"]}) + OmegaConf.to_yaml(cfg)
+
+
+def _list_overrides() -> str:
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else OmegaConf.create([])
+    return OmegaConf.to_yaml(overrides)

@@ -1,0 +1,161 @@
+"""What only rank 0 does with a root: hold its lease, recover it, resolve where to start, commit, prune."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recipe_ckpt.errors import CheckpointError, ConfigError, NothingToResumeError
+from recipe_ckpt.lease import Lease
+from recipe_ckpt.manifest import FileEntry
+from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.store import Staging, Store
+from recipe_ckpt.survey import Commit, Survey, read_commit, survey
+
+logger = logging.getLogger(__name__)
+
+
+class RootSession:
+    """The writer's side of one root, from `open` to `close`. Lives on rank 0 only."""
+
+    def __init__(self, root: str, storage: Storage, request: Request) -> None:
+        self._storage = storage
+        self._request = request
+        self._store = Store(root, storage)
+        self._lease = Lease(root, storage, request.launch_id)
+        self._found = Survey()
+        self._plan = Plan(())
+        self._refused: dict[str, str] = {}
+        self._next: Iterator[Candidate] = iter(())
+
+    @property
+    def lease_token(self) -> str:
+        return self._lease.token
+
+    def open(self) -> None:
+        """Take the lease, finish what a killed process left, and decide what to start from.
+
+        Raises:
+            ConfigError: the root can't be a directory.
+            LeaseHeldError: another process writes here.
+            CheckpointError: an explicit path can't be used.
+        """
+        self._make_root()
+        self._lease.acquire()
+        atexit.register(self._lease.release)
+        for line in self._store.recover():
+            logger.warning("%s: %s", self._store.root, line)
+        self._found = survey(self._storage, self._store.root)
+        self._plan = self._decide()
+        self._refused = dict(self._plan.refused or {})
+        self._next = iter(self._plan.candidates)
+        for note in self._plan.notes:
+            logger.warning("%s: %s", self._store.root, note)
+
+    def next_candidate(self) -> Candidate | None:
+        """Return the next checkpoint worth trying; None means a fresh start.
+
+        Raises:
+            NothingToResumeError: checkpoints are here, and none of them can be used.
+            CheckpointError: the one that the user named can't be used.
+        """
+        for candidate in self._next:
+            problem = find_problem(self._storage, candidate, self._request.contents)
+            if problem is None:
+                return candidate
+            self.refuse(candidate, problem)
+        if self._refused:
+            raise self._nothing_usable()
+        return None
+
+    def refuse(self, candidate: Candidate, reason: str) -> None:
+        """Note why a candidate is passed over.
+
+        Raises:
+            NothingToResumeError: the user named it, so nothing may take its place.
+        """
+        self._refused[candidate.path] = reason
+        if self._plan.is_explicit:
+            raise NothingToResumeError(
+                f"{candidate.path}: {reason}. checkpoint.resume_mode=resume_path takes exactly this checkpoint; name another"
+                " one, or write checkpoint.resume_mode=auto for the newest whole one",
+                step=candidate.step,
+                path=candidate.path,
+            )
+        logger.warning("%s: passed over: %s", candidate.path, reason)
+
+    def start_from(self, candidate: Candidate | None) -> str | None:
+        """Make what comes next descend from `candidate`, or from nothing; return the folder of what had to make room."""
+        commit = self._read(candidate)
+        origin = build_origin(candidate, self._request, self._found, commit)
+        archived = None
+        if candidate is None or not candidate.is_inside:
+            archived = self._store.archive(self._found.lineage)
+            self._found = Survey()
+        self._store.adopt(self._found, origin)
+        return archived
+
+    def begin(self, step: int) -> Staging:
+        return self._store.begin(step)
+
+    def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
+        return self._store.commit(
+            staging, entries, {**facts, "launch_id": self._request.launch_id}, check_lease=self._lease.check
+        )
+
+    def abandon(self, staging: Staging) -> None:
+        self._store.abandon(staging)
+
+    def prune(self, max_to_keep: int | None) -> list[int]:
+        return self._store.prune(max_to_keep=max_to_keep)
+
+    def close(self) -> None:
+        self._lease.release()
+        atexit.unregister(self._lease.release)
+
+    def _make_root(self) -> None:
+        root = self._store.root
+        try:
+            self._storage.make_dirs(root)
+            self._storage.list_dir(root)
+        except OSError as error:
+            raise ConfigError(
+                "checkpoint.default_local_dir",
+                f"{root} ({error.strerror})",
+                "a directory that this user may write into",
+                "Choose another one, or mend it.",
+            ) from error
+
+    def _decide(self) -> Plan:
+        named: Candidate | CheckpointError | None = None
+        if self._request.path is not None and self._request.mode != "disable":
+            try:
+                named = inspect_path(self._storage, self._request.path, self._store.root)
+            except CheckpointError as error:
+                named = error
+        newest = next(self._readable_branch(), None)
+        return decide(self._request, self._store.root, self._found, newest=newest, named=named)
+
+    def _readable_branch(self) -> Iterator[Commit]:
+        for entry in self._found.branch:
+            try:
+                yield read_commit(self._storage, self._store.path_of(entry.step))
+            except (CheckpointError, OSError):
+                continue
+
+    def _read(self, candidate: Candidate | None) -> Commit | None:
+        if candidate is None or candidate.digest is None:
+            return None
+        return read_commit(self._storage, candidate.path)
+
+    def _nothing_usable(self) -> NothingToResumeError:
+        reasons = "".join(f"\n  {path}: {reason}" for path, reason in self._refused.items())
+        return NothingToResumeError(
+            f"{self._store.root}: none of the checkpoints here can be used:{reasons}\nMend one of them, name another one with"
+            " checkpoint.resume_mode=resume_path checkpoint.resume_from_path=<path>, or start over with checkpoint=fresh"
+            " (checkpoint.resume_mode=disable), which moves these into archive/",
+            path=self._store.root,
+        )

@@ -1,0 +1,355 @@
+"""One root, changed by its one writer: stage, commit, delete, archive, and recovery from being killed in any of these."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_ckpt import layout
+from recipe_ckpt.errors import CheckpointError
+from recipe_ckpt.manifest import (
+    BranchEntry,
+    Continues,
+    FileEntry,
+    FileTable,
+    Manifest,
+    RunRecord,
+    digest_bytes,
+    digest_manifest,
+    extend_ranges,
+)
+from recipe_ckpt.retention import Kept, choose_deletions
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.survey import Commit, Survey, list_pins, list_steps, read_commit, select_ancestors, survey, verify
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A directory in which one save is being written."""
+
+    path: str
+    step: int
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the next commit descends from: its lineage, its parent, and all sequences of its branch."""
+
+    lineage: str
+    parent: str | None = None
+    ancestors: tuple[tuple[int, int], ...] = ()
+    branch: tuple[BranchEntry, ...] = ()
+    continues: Continues | None = None
+
+
+class Store:
+    """A root's checkpoints, for its one writer."""
+
+    def __init__(self, root: str, storage: Storage) -> None:
+        self.root = root
+        self.storage = storage
+        self.origin = Origin(lineage=build_lineage())
+        self._last_sequence = 0
+        self._left_behind: dict[int, BranchEntry] = {}
+
+    def path_of(self, step: int) -> str:
+        return os.path.join(self.root, layout.build_step_name(step))
+
+    # --- where the next commit comes from
+
+    def adopt(self, found: Survey, origin: Origin) -> None:
+        """Continue as `origin`: the next commit gets its lineage and parent, and the root's next sequence."""
+        self.origin = origin
+        self._last_sequence = found.last_sequence
+        on_branch = {entry.sequence for entry in origin.branch}
+        known = [*found.branch, *(commit.entry() for commit in found.others.values())]
+        self._left_behind = {entry.step: entry for entry in known if entry.sequence not in on_branch}
+
+    # --- saving
+
+    def begin(self, step: int) -> Staging:
+        """Make a new staging directory; what an earlier, failed save left in staging is removed."""
+        self._clear(layout.STAGING_DIR)
+        uid = uuid.uuid4().hex[:12]
+        path = os.path.join(self._inside(layout.STAGING_DIR), layout.build_staging_name(step, uid))
+        self.storage.make_dirs(path)
+        return Staging(path, step, uid)
+
+    def commit(
+        self,
+        staging: Staging,
+        entries: Iterable[FileEntry],
+        facts: Mapping[str, Any],
+        *,
+        check_lease: Callable[[], None],
+    ) -> Commit:
+        """Publish a staging directory whose files are all on disk. Durable on return.
+
+        `facts` are the manifest's fields that a store can't know. An existing step of the same number is displaced, never
+        overwritten.
+        """
+        manifest_data = self._seal(staging, FileTable.of(entries), facts)
+        check_lease()
+        marker = self._mark_commit(staging)
+        self._publish(staging.path, staging.step, staging.uid)
+        commit = Commit(
+            self.path_of(staging.step), digest_manifest(manifest_data), Manifest.decode(manifest_data, staging.path)
+        )
+        self._move_on(commit)
+        self._write_pointers()
+        self.storage.remove_file(marker)
+        self._clear(layout.TRASH_DIR)
+        return commit
+
+    def abandon(self, staging: Staging) -> None:
+        """Remove what a failed save wrote; if even that fails, the next start does it."""
+        try:
+            if self.storage.exists(staging.path):
+                self.storage.remove_tree(staging.path)
+        except OSError as error:
+            logger.warning("%s: could not be removed: %s", staging.path, error)
+
+    def prune(self, *, max_to_keep: int | None) -> list[int]:
+        """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time."""
+        present = list_steps(self.storage, self.root)
+        kept = [Kept(entry.step, entry.sequence, True) for entry in self.origin.branch]
+        kept += [Kept(entry.step, entry.sequence, False) for entry in self._left_behind.values()]
+        present_kept = [commit for commit in kept if commit.step in present]
+        deleted = []
+        for step in choose_deletions(present_kept, max_to_keep=max_to_keep, pinned=list_pins(self.storage, self.root)):
+            try:
+                self._delete(step)
+                deleted.append(step)
+            except OSError as error:
+                logger.warning("%s: could not be deleted, will be tried again: %s", self.path_of(step), error)
+        return deleted
+
+    # --- starting over
+
+    def archive(self, lineage: str | None) -> str | None:
+        """Rename all that the run left here into `archive/<lineage>/`; return that folder, None if there was nothing.
+
+        An intent file makes it all or nothing: recovery ends what was begun.
+        """
+        if not self._list_run_names():
+            return None
+        target = os.path.join(self._inside(layout.ARCHIVE_DIR), lineage or f"unknown-{uuid.uuid4().hex[:8]}")
+        self.storage.replace_file(self._inside(layout.ARCHIVING), os.path.basename(target).encode())
+        self.finish_archive()
+        return target
+
+    def finish_archive(self) -> str | None:
+        """Carry out the archiving that an intent file names; return its folder, None without one."""
+        intent = self._inside(layout.ARCHIVING)
+        try:
+            name = self.storage.read(intent).decode()
+        except FileNotFoundError:
+            return None
+        target = os.path.join(self._inside(layout.ARCHIVE_DIR), name)
+        self.storage.make_dirs(target)
+        for name in self._list_run_names():
+            self._move_aside(name, target)
+        self.storage.sync_dir(target)
+        self.storage.sync_dir(self.root)
+        self.storage.remove_file(intent)
+        return target
+
+    # --- recovery
+
+    def recover(self) -> list[str]:
+        """Finish or undo what a killed process left; return what was done, a line each.
+
+        Called under the lease, before anything is decided from what lies here.
+        """
+        done = []
+        if archived := self.finish_archive():
+            done.append(f"finished moving the former run to {archived}")
+        self._remove_temporaries()
+        staged = [e.name for e in self.storage.list_dir(self._inside(layout.STAGING_DIR))]
+        for name in staged:
+            if (parsed := layout.parse_staging_name(name)) and self._finish_commit(name, *parsed):
+                done.append(f"finished the interrupted commit of step {parsed[0]}")
+        done += self._put_back_displaced()
+        for name in staged:
+            parsed = layout.parse_staging_name(name.removesuffix(layout.COMMITTING_SUFFIX))
+            if parsed and self._roll_forward(parsed[0]):
+                done.append(f"made step {parsed[0]} the newest: its commit was interrupted when it was whole")
+        self._clear(layout.STAGING_DIR)
+        self._clear(layout.TRASH_DIR)
+        return done
+
+    def _finish_commit(self, name: str, step: int, uid: str) -> bool:
+        path = os.path.join(self._inside(layout.STAGING_DIR), name)
+        if not self.storage.exists(os.path.join(path, layout.MANIFEST)):
+            return False
+        if verify(self.storage, path, read_all=False) is not None:
+            return False
+        self._publish(path, step, uid)
+        return True
+
+    def _put_back_displaced(self) -> list[str]:
+        done = []
+        for entry in self.storage.list_dir(self._inside(layout.TRASH_DIR)):
+            parsed = layout.parse_displaced_name(entry.name)
+            if parsed is None:
+                continue
+            step, uid = parsed
+            successor = self.path_of(step)
+            if self.storage.exists(successor):
+                if verify(self.storage, successor, read_all=False) is None:
+                    continue
+                self.storage.rename(successor, os.path.join(self._inside(layout.TRASH_DIR), f"{uid}.torn"))
+            self.storage.rename(os.path.join(self._inside(layout.TRASH_DIR), entry.name), successor)
+            self.storage.sync_dir(self.root)
+            done.append(f"put step {step} back: the save that was to replace it did not finish")
+        return done
+
+    def _roll_forward(self, step: int) -> bool:
+        """Make an interrupted commit the newest of `run.json` and of the tracker; say whether there was one to be made."""
+        found = survey(self.storage, self.root)
+        try:
+            commit = read_commit(self.storage, self.path_of(step))
+        except (CheckpointError, OSError):
+            return False
+        branch = found.branch
+        if commit.manifest.sequence > found.last_sequence:
+            branch = (commit.entry(), *select_ancestors(branch, commit.manifest.ancestors, replaced=step))
+        if not branch or branch[0].step != step:
+            return False
+        last_sequence = max(found.last_sequence, commit.manifest.sequence)
+        self._write_record(RunRecord(commit.manifest.lineage, last_sequence, branch))
+        return True
+
+    # --- steps of the above
+
+    def _seal(self, staging: Staging, table: FileTable, facts: Mapping[str, Any]) -> bytes:
+        """Write the file table and the manifest into staging, last and in this order; return the manifest's bytes."""
+        for folder in sorted({os.path.dirname(entry.path) for entry in table.entries} - {""}):
+            self.storage.sync_dir(os.path.join(staging.path, folder))
+        self.storage.sync_dir(staging.path)
+        files_data = table.encode()
+        manifest = Manifest(
+            step=staging.step,
+            sequence=self._last_sequence + 1,
+            lineage=self.origin.lineage,
+            parent=self._find_parent(staging.step),
+            ancestors=self.origin.ancestors,
+            continues=self.origin.continues,
+            created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            files_digest=digest_bytes(files_data).hex(),
+            **facts,
+        )
+        data = manifest.encode()
+        for name, content in ((layout.FILE_TABLE, files_data), (layout.MANIFEST, data)):
+            self.storage.write_file(os.path.join(staging.path, name), [content], name=name, rank=0)
+        self.storage.sync_dir(staging.path)
+        return data
+
+    def _find_parent(self, step: int) -> str | None:
+        """A step saved again takes the parent of the one that it displaces: that one's manifest will be gone."""
+        if self.origin.branch and self.origin.branch[0].step == step:
+            try:
+                return read_commit(self.storage, self.path_of(step)).manifest.parent
+            except (CheckpointError, OSError):
+                return None
+        return self.origin.parent
+
+    def _mark_commit(self, staging: Staging) -> str:
+        """Leave a mark beside the staging: with it an old tracker is an interrupted commit, without it a user's edit."""
+        marker = staging.path + layout.COMMITTING_SUFFIX
+        self.storage.write_file(marker, [], name=layout.COMMITTING_SUFFIX, rank=0)
+        self.storage.sync_dir(os.path.dirname(marker))
+        return marker
+
+    def _publish(self, staged: str, step: int, uid: str) -> None:
+        target = self.path_of(step)
+        if self.storage.exists(target):
+            self._displace(target, step, uid)
+        self.storage.rename(staged, target)
+        self.storage.sync_dir(os.path.dirname(staged))
+        self.storage.sync_dir(self.root)
+
+    def _displace(self, target: str, step: int, uid: str) -> None:
+        if self.storage.exists(os.path.join(target, layout.MANIFEST)):
+            trash = self._inside(layout.TRASH_DIR)
+            self.storage.make_dirs(trash)
+            self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(step, uid)))
+            return
+        aside = os.path.join(self._inside(layout.ARCHIVE_DIR), f"unknown-{uid}")
+        self.storage.make_dirs(aside)
+        self._move_aside(os.path.basename(target), aside)
+        logger.warning("%s: was not written by this component; moved to %s", target, aside)
+
+    def _move_on(self, commit: Commit) -> None:
+        entry = commit.entry()
+        self._last_sequence = entry.sequence
+        self._left_behind.pop(entry.step, None)
+        branch = (entry, *(old for old in self.origin.branch if old.step != entry.step))
+        self.origin = Origin(
+            lineage=self.origin.lineage,
+            parent=commit.digest,
+            ancestors=extend_ranges(self.origin.ancestors, entry.sequence),
+            branch=branch,
+            continues=self.origin.continues,
+        )
+
+    def _write_pointers(self) -> None:
+        present = list_steps(self.storage, self.root)
+        branch = tuple(entry for entry in self.origin.branch if entry.step in present)
+        self._write_record(RunRecord(self.origin.lineage, self._last_sequence, branch))
+
+    def _write_record(self, record: RunRecord) -> None:
+        self.storage.replace_file(self._inside(layout.RUN_RECORD), record.encode())
+        self.storage.replace_file(self._inside(layout.TRACKER), str(record.branch[0].step).encode())
+
+    def _delete(self, step: int) -> None:
+        trash = self._inside(layout.TRASH_DIR)
+        aside = os.path.join(trash, layout.build_staging_name(step, uuid.uuid4().hex[:12]))
+        self.storage.make_dirs(trash)
+        self.storage.rename(self.path_of(step), aside)
+        self.storage.sync_dir(self.root)
+        self._left_behind.pop(step, None)
+        self.storage.remove_tree(aside)
+
+    def _clear(self, folder: str) -> None:
+        path = self._inside(folder)
+        for entry in self.storage.list_dir(path):
+            inside = os.path.join(path, entry.name)
+            try:
+                (self.storage.remove_tree if entry.is_dir else self.storage.remove_file)(inside)
+            except OSError as error:
+                logger.warning("%s: could not be removed, will be tried again: %s", inside, error)
+
+    def _remove_temporaries(self) -> None:
+        for entry in self.storage.list_dir(self.root):
+            if layout.is_temporary_name(entry.name):
+                self.storage.remove_file(self._inside(entry.name))
+
+    def _move_aside(self, name: str, folder: str) -> None:
+        target = os.path.join(folder, name)
+        if self.storage.exists(target):
+            target = f"{target}.{uuid.uuid4().hex[:8]}"
+        self.storage.rename(self._inside(name), target)
+
+    def _list_run_names(self) -> list[str]:
+        """Names of the current run here, in the order in which archiving moves them: the pointers last."""
+        pointers = (layout.PINS_DIR, layout.RUN_RECORD, layout.TRACKER)
+        present = {entry.name for entry in self.storage.list_dir(self.root)}
+        steps = [layout.build_step_name(step) for step in sorted(list_steps(self.storage, self.root))]
+        return steps + [name for name in pointers if name in present]
+
+    def _inside(self, name: str) -> str:
+        return os.path.join(self.root, name)
+
+
+def build_lineage() -> str:
+    """A new run's name: when it began, and four hex digits so that two in one second differ."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + uuid.uuid4().hex[:4]

@@ -8,12 +8,14 @@ training's collectives never wait for a disk, and a time-out breaks nothing for 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from recipe_ckpt.errors import RankError, RankTimeoutError
+from recipe_ckpt.errors import CheckpointError, RankError, RankTimeoutError
 
 T = TypeVar("T")
 
@@ -50,14 +52,26 @@ class SpmdCoordinator:
     """Ranks that exchange messages through a c10d store of their own.
 
     Rank 0 takes the others' messages from a queue in the order of their arrival, so the first failure is seen at once, and
-    at the deadline the missing ranks are known by number. An exchange leaves nothing behind that could disturb the next.
+    at the deadline the missing ranks are known by number. A rank whose pulse stopped is dead, and not waited for. An
+    exchange leaves nothing behind that could disturb the next.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, *, rank_timeout_secs: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        rank_timeout_secs: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._timeout_secs = rank_timeout_secs
+        self._clock = clock
+        self._pulse = Pulse(store, rank)
+        self._seen = PulseWatch(store, clock)
         self._exchange = 0
         self._cleaned = 0
 
@@ -74,9 +88,7 @@ class SpmdCoordinator:
             address = [_own_host(), store.port]
         distributed.broadcast_object_list(address, src=0)
         if store is None:
-            store = distributed.TCPStore(
-                address[0], address[1], is_master=False, timeout=timedelta(seconds=rank_timeout_secs)
-            )
+            store = _join_store(address[0], address[1], rank_timeout_secs)
         return cls(store, rank, world_size, rank_timeout_secs=rank_timeout_secs)
 
     def lead(self, decide: Callable[[], Any]) -> Any:
@@ -112,8 +124,25 @@ class SpmdCoordinator:
         return self._give_verdict(gather_and_finish)
 
     def close(self) -> None:
-        """Drop the connection; on rank 0 the store ends with it."""
+        """Drop the connection. The store ends with rank 0, which so waits a moment for the others to read its last word."""
+        if self._store is None:
+            return
+        self._pulse.stop()
+        try:
+            if self.rank:
+                self._store.queue_push(_FAREWELLS, str(self.rank))
+            else:
+                self._await_farewells()
+        except RuntimeError:
+            pass  # the others' ends are their own affair
         self._store = None
+
+    def _await_farewells(self) -> None:
+        deadline = self._clock() + FAREWELL_SECS
+        for pause_secs in _pauses():
+            if self._store.queue_len(_FAREWELLS) >= self.world_size - 1 or self._clock() > deadline:
+                return
+            time.sleep(pause_secs)
 
     def _send(self, work: Callable[[], Any]) -> None:
         try:
@@ -124,16 +153,14 @@ class SpmdCoordinator:
         self._push(message)
 
     def _push(self, message: dict[str, Any]) -> None:
-        try:
+        with _rank_0_errors():
             self._store.queue_push(self._key("in"), json.dumps(message))
-        except RuntimeError as error:
-            raise RankError(f"rank 0 can't be reached any more: {error}") from error
 
     def _gather(self, mine: Any) -> list[Any]:
         results = {0: mine}
-        deadline = time.monotonic() + self._timeout_secs
+        deadline = self._clock() + self._timeout_secs
         while len(results) < self.world_size:
-            message = self._pop(max(deadline - time.monotonic(), 0.001), results)
+            message = self._pop(deadline, results)
             if "error" in message:
                 raise RankError(f"rank {message['rank']} failed: {message['error']}")
             results[message["rank"]] = message["value"]
@@ -143,16 +170,20 @@ class SpmdCoordinator:
         self._cleaned = self._exchange - 1
         return [results[rank] for rank in range(self.world_size)]
 
-    def _pop(self, timeout_secs: float, results: dict[int, Any]) -> dict[str, Any]:
-        self._store.set_timeout(timedelta(seconds=timeout_secs))
-        try:
-            return dict(json.loads(self._store.queue_pop(self._key("in"))))
-        except RuntimeError as error:
+    def _pop(self, deadline: float, results: dict[int, Any]) -> dict[str, Any]:
+        for pause_secs in _pauses():
+            if self._store.queue_len(self._key("in")):
+                return dict(json.loads(self._store.queue_pop(self._key("in"))))
             silent = sorted(set(range(self.world_size)) - set(results))
-            raise RankTimeoutError(
-                f"ranks {silent} of {self.world_size} did not answer within {self._timeout_secs:g} s: dead, stuck, or not"
-                " calling (saving and loading are collective: every rank calls them)"
-            ) from error
+            if dead := self._seen.find_dead(silent):
+                raise RankError(f"ranks {dead} of {self.world_size} are dead or stopped: no pulse for {DEAD_AFTER_SECS:g} s")
+            if self._clock() > deadline:
+                raise RankTimeoutError(
+                    f"ranks {silent} of {self.world_size} did not answer within {self._timeout_secs:g} s: stuck, or not"
+                    " calling (saving and loading are collective: every rank calls them)"
+                )
+            time.sleep(pause_secs)
+        raise AssertionError("pauses never end")
 
     def _give_verdict(self, decide: Callable[[], Any]) -> Any:
         try:
@@ -165,19 +196,107 @@ class SpmdCoordinator:
         return json.loads(text)["value"]
 
     def _read_verdict(self, timeout_secs: float) -> Any:
-        try:
-            self._store.wait([self._key("verdict")], timedelta(seconds=timeout_secs))
-            verdict = json.loads(self._store.get(self._key("verdict")))
-        except RuntimeError as error:
-            if "timeout" in str(error).lower():
-                raise RankTimeoutError(f"rank 0 did not answer within {timeout_secs:g} s") from error
-            raise RankError(f"rank 0 can't be reached any more: {error}") from error
+        deadline = self._clock() + timeout_secs
+        key = self._key("verdict")
+        with _rank_0_errors():
+            for pause_secs in _pauses():
+                if self._store.check([key]):
+                    break
+                if self._clock() > deadline:
+                    raise RankTimeoutError(f"rank 0 did not answer within {timeout_secs:g} s")
+                time.sleep(pause_secs)
+            verdict = json.loads(self._store.get(key))
         if "error" in verdict:
             raise RankError(verdict["error"])
         return verdict["value"]
 
     def _key(self, kind: str) -> str:
         return f"{self._exchange}/{kind}"
+
+
+BEAT_SECS = 5.0
+DEAD_AFTER_SECS = 45.0
+FAREWELL_SECS = 5.0
+_FAREWELLS = "farewells"
+
+
+class Pulse:
+    """A thread that shows that its process runs: it counts up a key of the store."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store.clone()
+        self._key = _pulse_key(rank)
+        self._ended = threading.Event()
+        self._beat(0)
+        self._thread = threading.Thread(target=self._beat_until_stopped, name="recipe-ckpt-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _beat_until_stopped(self) -> None:
+        count = 0
+        while not self._ended.wait(BEAT_SECS):
+            count += 1
+            try:
+                self._beat(count)
+            except RuntimeError:
+                return  # rank 0 is gone; whoever waits for it finds out by itself
+
+    def _beat(self, count: int) -> None:
+        self._store.set(self._key, str(count))
+
+
+class PulseWatch:
+    """Rank 0's view of the other pulses, on its own clock."""
+
+    def __init__(self, store: Any, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._last_look = 0.0
+        self._changed_at: dict[int, tuple[bytes | None, float]] = {}
+
+    def find_dead(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` whose pulse has not changed for `DEAD_AFTER_SECS`, looking every `BEAT_SECS`."""
+        now = self._clock()
+        if now - self._last_look < BEAT_SECS:
+            return []
+        if now - self._last_look > DEAD_AFTER_SECS:
+            self._changed_at.clear()  # nobody looked for a while: what was seen then says nothing
+        self._last_look = now
+        return [rank for rank in ranks if self._measure_silence(rank, now) > DEAD_AFTER_SECS]
+
+    def _measure_silence(self, rank: int, now: float) -> float:
+        key = _pulse_key(rank)
+        value = self._store.get(key) if self._store.check([key]) else None
+        before = self._changed_at.get(rank)
+        if before is None or before[0] != value:
+            self._changed_at[rank] = (value, now)
+            return 0.0
+        return now - before[1]
+
+
+def _pulse_key(rank: int) -> str:
+    return f"pulse/{rank}"
+
+
+def _pauses() -> Iterator[float]:
+    """Poll soon, then less often. (A blocking wait of c10d writes two lines to stderr each time that it times out.)"""
+    pause_secs = 0.0005
+    while True:
+        yield pause_secs
+        pause_secs = min(pause_secs * 1.5, 0.05)
+
+
+@contextmanager
+def _rank_0_errors() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        raise RankError(f"rank 0 can't be reached any more: {error}") from error
 
 
 def _describe(error: BaseException) -> str:
@@ -189,7 +308,14 @@ def _describe(error: BaseException) -> str:
 def _start_store() -> Any:
     from torch import distributed
 
-    return distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    return distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _join_store(host: str, port: int, timeout_secs: float) -> Any:
+    from torch import distributed
+
+    timeout = timedelta(seconds=timeout_secs)
+    return distributed.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 def _own_host() -> str:

@@ -129,15 +129,15 @@ def restore_loader(
 def encode_rng() -> bytes:
     """Return this process's generators (Python, NumPy, torch, CUDA) as a file that loads with `weights_only=True`."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy: Any = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
         "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "name": name,
-            "keys": torch.from_numpy(keys.astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
+            "name": numpy["bit_generator"],
+            "keys": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "cached": float(numpy["gauss"]),
         },
         "torch": torch.get_rng_state(),
         "cuda": [state.cpu() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],

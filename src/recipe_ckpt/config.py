@@ -1,7 +1,7 @@
 """The configuration: dataclasses, and every rule about their values. Knows neither Hydra nor torch.
 
-`validate` runs before a process group, a directory or a model exists. What it refuses is a `ConfigError` with the key as typed
-on the command line.
+`validate` runs before a process group, a directory or a model exists. What it refuses is a `ConfigError` with the key as
+typed on the command line.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TrainerConfig:
 class OptimConfig:
     """`optim.`: AdamW, and the learning rate as a function of the step and these keys alone."""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     """The peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW's two decay rates."""
@@ -130,7 +130,7 @@ class OptimConfig:
     """AdamW's decay."""
     lr_scheduler_type: LrScheduler = LrScheduler.cosine
     """constant, or down to zero at `lr_decay_steps`: linear, cosine."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: int = 20
     """The first steps, in which the rate grows linearly to `lr`."""
     lr_decay_steps: int | None = None
     """The step at which the rate is zero; null is the run's last one."""
@@ -190,7 +190,7 @@ class HfModelConfig:
 class DataConfig:
     """What `data.` has whatever the data is: how samples become batches."""
 
-    train_batch_size: int = 32
+    train_batch_size: int = 64
     """Samples of one optimizer step, over all ranks."""
     micro_batch_size_per_gpu: int | None = None
     """Samples of one forward pass on one rank; the rest of a rank's share is accumulated. null: its whole share."""
@@ -211,10 +211,10 @@ class ArithmeticDataConfig(DataConfig):
     _target_: str = "recipe_ckpt.sft.data.build_arithmetic"
     _partial_: bool = True
     train_samples: int = 768
-    """Questions to train on."""
+    """Questions to train on; where there are fewer sums, they come again."""
     val_samples: int = 64
     """Questions to evaluate on; their sums are not in the training data."""
-    max_number: int = 30
+    max_number: int = 20
     """The largest summand."""
     seed: int = 0
     """Which sums are held out, and their order."""
@@ -284,7 +284,7 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
         **found,
         "default_local_dir": _settle_root(found["default_local_dir"], launch_dir),
         "run_subdir": _settle_subdir(found["run_subdir"]),
-        "default_hdfs_dir": _refuse_mirror(found["default_hdfs_dir"]),
+        "default_hdfs_dir": _settle_mirror(found["default_hdfs_dir"]),
         "max_ckpt_to_keep": _check_int("checkpoint.max_ckpt_to_keep", found["max_ckpt_to_keep"], nullable=True),
         "async_save": _refuse_async(found["async_save"]),
         "on_save_failure": _choose(FailurePolicy, "checkpoint.on_save_failure", found["on_save_failure"]),
@@ -340,11 +340,13 @@ def _settle_contents(save: object, load: object) -> dict[str, list[str]]:
     return {"save_contents": saved, "load_contents": loaded}
 
 
-def _refuse_mirror(value: object) -> None:
-    if _settle_text("checkpoint.default_hdfs_dir", value) is not None:
+def _settle_mirror(value: object) -> str | None:
+    url = _settle_text("checkpoint.default_hdfs_dir", value)
+    if url is not None:
         raise ConfigError(
             "checkpoint.default_hdfs_dir", value, "null", "A mirror is not available in this version: copy the root yourself."
         )
+    return url
 
 
 def _refuse_async(value: object) -> bool:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
+from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_ckpt import config, layout
 from recipe_ckpt.errors import CheckpointError, RankError, SaveFailedError
 
 if TYPE_CHECKING:
-    from recipe_ckpt.sft.loop import Recipe
+    from recipe_ckpt.sft.recipe import Recipe
 
 SCHEMAS: dict[str, type] = {
     "checkpoint/schema": config.CheckpointConfig,
@@ -55,7 +55,7 @@ def build_recipe(cfg: DictConfig) -> Recipe:
         config.check_section(group, list(cfg[group]), sections[group])
     settled = config.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
 
-    from recipe_ckpt.sft.loop import Recipe  # torch starts to load here, after every check
+    from recipe_ckpt.sft.recipe import Recipe  # torch starts to load here, after every check
 
     checkpoint = settled["checkpoint"]
     return Recipe(
@@ -64,10 +64,10 @@ def build_recipe(cfg: DictConfig) -> Recipe:
         engine=settled["engine"],
         launch=settled["launch"],
         data=settled["data"],
-        root=os.path.join(checkpoint["default_local_dir"], checkpoint["run_subdir"]),
+        root=os.path.normpath(os.path.join(checkpoint["default_local_dir"], checkpoint["run_subdir"])),
         build_model=_build_part(settled["model"]),
         build_data=_build_part(settled["data"], leave_out={item.name for item in fields(config.DataConfig)}),
-        build_handler=partial(instantiate({"_target_": cfg.checkpoint._target_, "_partial_": True}), **checkpoint),
+        build_handler=partial(get_method(cfg.checkpoint._target_), **checkpoint),
         documents={layout.CONFIG: _describe(cfg), layout.OVERRIDES: _list_overrides()},
     )
 
@@ -86,7 +86,7 @@ def clean_exit() -> Iterator[None]:
 def _build_part(section: Any, leave_out: set[str] | None = None) -> Any:
     """Return the section's target with its keys filled in; what exists at run time only is passed at the call."""
     values = {key: value for key, value in vars(section).items() if not key.startswith("_") and key not in (leave_out or ())}
-    return partial(instantiate({"_target_": section._target_, "_partial_": True}), **values)
+    return partial(get_method(section._target_), **values)
 
 
 def _launch_dir() -> str:
@@ -97,7 +97,8 @@ def _launch_dir() -> str:
 def _describe(cfg: DictConfig) -> str:
     """Return the config unresolved, with a defaults list by which Hydra reads it back typed."""
     places = {schema: place for place, schema in SCHEMAS.items()}
-    known = [f"/recipe_ckpt/{places[kind]}@{group}" for group in cfg if (kind := OmegaConf.get_type(cfg, group)) in places]
+    kinds = {str(group): OmegaConf.get_type(cfg[group]) for group in cfg}
+    known = [f"/recipe_ckpt/{places[kind]}@{group}" for group, kind in kinds.items() if kind in places]
     return OmegaConf.to_yaml({"defaults": [*known, "_self_"]}) + OmegaConf.to_yaml(cfg)
 
 

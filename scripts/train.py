@@ -1,0 +1,23 @@
+"""Fine-tune a model; start it again and it goes on where it was. `--help` shows every key."""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    with clean_exit():
+        recipe = build_recipe(cfg)
+
+        from recipe_ckpt.sft.loop import run  # here, so that --help and --cfg never wait for torch
+
+        return run(recipe)
+
+
+if __name__ == "__main__":
+    register_schemas()
+    main()

@@ -10,9 +10,10 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from recipe_ckpt import config
-from recipe_ckpt.config import ResumeMode, validate, validate_checkpoint
+from recipe_ckpt.config import ResumeMode
 from recipe_ckpt.errors import ConfigError
 from recipe_ckpt.hydra_side import SCHEMAS, build_recipe, register_schemas
+from recipe_ckpt.validation import validate, validate_checkpoint
 
 CONF = os.path.join(os.path.dirname(__file__), "..", "conf")
 
@@ -41,6 +42,10 @@ def checkpoint(**values):
         ),
         ({"resume_mode": "resume_path"}, r"checkpoint.resume_from_path: found None; .*resume_mode=auto"),
         ({"resume_mode": "resume_path", "resume_from_path": ""}, "checkpoint.resume_from_path: found ''"),
+        ({"resume_from_path": "hdfs://nn/run"}, "checkpoint.resume_from_path: .*a local path"),
+        ({"keep_every": 0}, "checkpoint.keep_every: found 0"),
+        ({"keep_best": -1}, "checkpoint.keep_best: found -1"),
+        ({"best_mode": "lowest"}, r"checkpoint.best_mode: .*\['min', 'max'\]"),
         ({"resume_from_path": "None"}, "checkpoint.resume_from_path: found 'None'.*write null"),
         ({"default_hdfs_dir": "none"}, "checkpoint.default_hdfs_dir: found 'none'.*write null"),
         ({"default_hdfs_dir": "hdfs://nn/a"}, "checkpoint.default_hdfs_dir: .*not available in this version"),
@@ -83,7 +88,6 @@ def test_a_checkpoint_value_that_can_not_work_is_refused(values, message):
         ("resume_from_path", "~/x", "/home/me/x"),
         ("resume_from_path", "", None),
         ("resume_from_path", "null", "/launch/null"),
-        ("resume_from_path", "hdfs://nn/run", "hdfs://nn/run"),
         ("default_hdfs_dir", "", None),
         ("run_subdir", "sweep/a/", "sweep/a"),
         ("max_ckpt_to_keep", 2, 2),
@@ -105,6 +109,7 @@ def test_settling_twice_changes_nothing():
 @pytest.mark.parametrize(
     ("group", "values", "message"),
     [
+        ("trainer", {"save_interval_mins": 0.0}, "trainer.save_interval_mins: found 0.0; allowed: a number > 0"),
         ("trainer", {"save_freq": 0}, "trainer.save_freq: found 0; allowed: an integer >= 1, or null"),
         ("trainer", {"save_freq": -2}, "trainer.save_freq: found -2"),
         ("trainer", {"save_freq": True}, "trainer.save_freq: found True"),
@@ -202,10 +207,10 @@ def test_every_option_composes_typed_and_has_a_comment_for_every_key(group, opti
 
 
 KEYS = {
-    "checkpoint=default": "default_hdfs_dir default_local_dir load_contents async_save max_ckpt_to_keep on_data_mismatch"
-    " on_save_failure rank_timeout_secs resume_from_path resume_mode run_subdir save_contents",
-    "trainer=default": "audit_file device experiment_name log_freq logger project_name save_freq seed test_freq total_epochs"
-    " total_training_steps",
+    "checkpoint=default": "async_save best_metric best_mode default_hdfs_dir default_local_dir keep_best keep_every load_contents"
+    " max_ckpt_to_keep on_data_mismatch on_save_failure rank_timeout_secs resume_from_path resume_mode run_subdir save_contents",
+    "trainer=default": "audit_file device experiment_name log_freq logger project_name save_freq"
+    " save_interval_mins seed test_freq total_epochs total_training_steps",
     "optim=adamw": "betas clip_grad eps lr lr_decay_steps lr_scheduler_type lr_warmup_steps weight_decay",
     "engine=spmd": "strategy",
     "launch=local": "deterministic num_threads",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_ckpt import config
+from recipe_ckpt import config, validation
 from recipe_ckpt.errors import ConfigError
 
 REPO = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def test_a_missing_extra_is_told_with_the_pip_line(monkeypatch, module, model, d
     with pytest.raises(
         ConfigError, match=rf'{key}: .*needs {module}, which is not installed.*pip install "recipe-ckpt\[sft\]"'
     ):
-        config.validate(sections)
+        validation.validate(sections)
 
 
 @pytest.mark.case("C1101")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
+
+from torch.distributed import HashStore
 
 from recipe_ckpt.contents import read_checked
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
@@ -114,7 +116,11 @@ class Run:
         self.start = -1
 
     def __enter__(self) -> Run:
-        self.start = self.handler.load_checkpoint()
+        try:
+            self.start = self.handler.load_checkpoint()
+        except BaseException:
+            self.handler.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,44 +154,18 @@ def list_steps(root: Any) -> list[int]:
     return sorted(int(name[12:]) for name in names)
 
 
-class MemoryStore:
-    """The part of a c10d store that coordination uses, for threads. (HashStore wakes one waiter, at times the wrong one.)"""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._queues: dict[str, list[str]] = {}
-        self._changed = threading.Condition()
-        self._timeout = timedelta(seconds=1)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    def set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> str:
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout.total_seconds()):
-                raise RuntimeError(f"wait timeout, keys: {keys}")
-
-    def delete_key(self, key: str) -> None:
-        self._values.pop(key, None)
-
-    def queue_push(self, key: str, value: str) -> None:
-        with self._changed:
-            self._queues.setdefault(key, []).append(value)
-            self._changed.notify_all()
-
-    def queue_pop(self, key: str) -> str:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._queues.get(key), self._timeout.total_seconds()):
-                raise RuntimeError(f"wait timeout, key: {key}")
-            return self._queues[key].pop(0)
+def run_in_child(work: Callable[[], Any]) -> int:
+    """Run `work` in a forked process that ends without cleaning up, and return its exit code (-9: killed)."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 (the child must never return into pytest)
+            traceback.print_exc()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run_world(size: int, work: Callable[[Coordinator], Any], *, timeout_secs: float = 20.0) -> list[Any]:
@@ -193,7 +173,7 @@ def run_world(size: int, work: Callable[[Coordinator], Any], *, timeout_secs: fl
 
     Returns each rank's result, or the exception that ended it.
     """
-    store = MemoryStore()
+    store = HashStore()
     outcomes: list[Any] = [None] * size
 
     def run_rank(rank: int) -> None:
@@ -202,6 +182,8 @@ def run_world(size: int, work: Callable[[Coordinator], Any], *, timeout_secs: fl
             outcomes[rank] = work(coordinator)
         except BaseException as error:  # noqa: BLE001 (a rank's end is this function's result)
             outcomes[rank] = error
+        finally:
+            coordinator.close()
 
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

@@ -1,7 +1,8 @@
 """The recipe's loop on a model and data that need nothing but torch, for tests that run it, kill it and run it again.
 
 `python -m tests.toy [key=value ...]`, alone or under torchrun. Prints `resumed_from=<step or none>`. Keys are the recipe's,
-with `toy.kill_after=N`: this process kills itself when step N is trained (and saved, if it is a step to save).
+with `toy.kill_after=N`: this process kills itself when step N is trained (and saved, if it is a step to save), and
+`toy.term_after=N`: rank 0 gets a SIGTERM then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import Dataset
 
+from recipe_ckpt import preemption
 from recipe_ckpt.config import DataConfig
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
 from recipe_ckpt.sft.data import TrainingData
@@ -97,7 +99,7 @@ def register_toy() -> None:
     store.store(group="model", name="toy", node=ToyModelConfig)
     store.store(group="data", name="toy", node=ToyDataConfig)
     changes = {
-        "toy": {"kill_after": None},
+        "toy": {"kill_after": None, "term_after": None},
         "trainer": {"total_training_steps": None, "save_freq": None, "test_freq": None, "device": "cpu", "logger": []},
         "optim": {"lr_warmup_steps": 3},
         "launch": {"num_threads": 1},
@@ -129,12 +131,14 @@ def train_toy(*overrides: str, until: int | None = None) -> Run:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="toy")
 def main(cfg) -> None:
-    with clean_exit(), open_run(build_recipe(cfg)) as run:
+    with clean_exit(), preemption.watch() as stop, open_run(build_recipe(cfg)) as run:
         point = run.handler.resume_point
         print(f"resumed_from={point.step if point else 'none'}", flush=True)  # noqa: T201 (for the test that started it)
-        for step in train(run):
+        for step in train(run, stop):
             if step == cfg.toy.kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == cfg.toy.term_after and run.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

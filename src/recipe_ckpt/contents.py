@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from recipe_ckpt.engines.base import Engine, Snapshot, SnapshotEngine
 from recipe_ckpt.errors import ConfigError, DamagedCheckpointError
 from recipe_ckpt.manifest import BlockDigester, FileEntry, FileTable, decode_json, encode_json, to_plain
 from recipe_ckpt.storage import Storage, describe_file
+
+logger = logging.getLogger(__name__)
 
 ENGINE_CONTENTS = frozenset({"model", "optimizer"})
 
@@ -63,7 +66,7 @@ class RunContents:
         fragments: dict[str, Any] = {}
         self._snapshots.clear()
         for name, engine in self.engines.items():
-            folder = os.path.join(directory, name)
+            folder = _join(directory, name)
             storage.make_dirs(folder)
             if not isinstance(engine, SnapshotEngine):
                 engine.save_checkpoint(local_path=folder, global_step=step, max_ckpt_to_keep=None)
@@ -83,7 +86,7 @@ class RunContents:
         """On rank 0: join what the ranks wrote, add the files that one rank writes for all, and return every entry."""
         entries = [FileEntry(**entry) for part in parts for entry in part["entries"]]
         for name, snapshot in self._snapshots.items():
-            joined = snapshot.finish(os.path.join(directory, name), storage, [part["fragments"][name] for part in parts])
+            joined = snapshot.finish(_join(directory, name), storage, [part["fragments"][name] for part in parts])
             entries += [_move_under(name, entry) for entry in joined]
         for name, data in self._build_facts(step, contents).items():
             entries.append(storage.write_file(os.path.join(directory, name), [data], name=name, rank=0))
@@ -110,9 +113,9 @@ class RunContents:
             state["extra"] = {}
             for name, stateful in self.extra_state.items():
                 value = stateful.state_dict()
-                try:
-                    state["extra"][name] = to_plain(value, name)
-                except TypeError:
+                if _is_plain(value):
+                    state["extra"][name] = value
+                else:
                     files[layout.build_extra_name(name)] = data_state.encode_tensors(value, f"extra_state[{name!r}]")
         files[layout.TRAINER_STATE] = encode_json(state)
         if self.lora_train_meta is not None:
@@ -133,7 +136,7 @@ class RunContents:
             if isinstance(engine, SnapshotEngine):
                 continue
             for entry in table.under(name)[self.rank :: self.world_size]:
-                read_checked(os.path.join(directory, name), entry, keep=False)
+                read_checked(_join(directory, name), entry, keep=False)
 
     def restore(
         self,
@@ -151,7 +154,7 @@ class RunContents:
             DataMismatchError: the data position doesn't fit.
         """
         for name, engine in self.engines.items():
-            folder = os.path.join(directory, name)
+            folder = _join(directory, name)
             if table is not None and isinstance(engine, SnapshotEngine):
                 entries = {entry.path: entry for entry in table.under(name)}
                 engine.restore(folder, entries, ENGINE_CONTENTS & set(contents))
@@ -169,6 +172,8 @@ class RunContents:
             elif table is not None and (entry := table.find(layout.build_extra_name(name))):
                 data = read_checked(directory, entry)
                 stateful.load_state_dict(data_state.decode_tensors(data, os.path.join(directory, entry.path)))
+            else:
+                logger.warning("%s: holds no state of %r, which so starts as it is", directory, name)
         self._restore_rng(directory, table)
 
     def _read_facts(self, directory: str, table: FileTable | None) -> dict[str, Any]:
@@ -241,6 +246,14 @@ def read_checked(directory: str, entry: FileEntry, *, keep: bool = True) -> byte
     return bytes(kept)
 
 
+def _is_plain(value: object) -> bool:
+    """Say whether JSON gives a value back as it is; it changes integer keys, tuples, infinities and NaN."""
+    try:
+        return bool(to_plain(value) == value)
+    except TypeError:
+        return False
+
+
 def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:
     """Put engines by folder; check that they are some.
 
@@ -248,6 +261,8 @@ def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:
         ConfigError: an object without an engine's methods, or a name that is no folder's.
     """
     engines = dict(engine) if isinstance(engine, Mapping) else {"": engine}
+    if not engines:
+        raise ConfigError("engine", engine, "an engine, or a mapping of names to engines", "Pass at least one.")
     for name, item in engines.items():
         if not isinstance(item, Engine):
             allowed = (
@@ -257,6 +272,10 @@ def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:
         if isinstance(engine, Mapping) and not name.isidentifier():
             raise ConfigError("engine", name, "names such as actor or critic", "It becomes a folder's name.")
     return engines
+
+
+def _join(directory: str, folder: str) -> str:
+    return os.path.join(directory, folder) if folder else directory
 
 
 def _move_under(folder: str, entry: FileEntry) -> FileEntry:

@@ -146,15 +146,15 @@ class SpmdCoordinator:
 
     def _send(self, work: Callable[[], Any]) -> None:
         try:
-            message = {"rank": self.rank, "value": work()}
+            message = json.dumps({"rank": self.rank, "value": work()})
         except BaseException as error:
-            self._push({"rank": self.rank, "error": _describe(error)})
+            self._push(json.dumps({"rank": self.rank, **_describe(self.rank, error)}))
             raise
         self._push(message)
 
-    def _push(self, message: dict[str, Any]) -> None:
+    def _push(self, message: str) -> None:
         with _rank_0_errors():
-            self._store.queue_push(self._key("in"), json.dumps(message))
+            self._store.queue_push(self._key("in"), message)
 
     def _gather(self, mine: Any) -> list[Any]:
         results = {0: mine}
@@ -162,7 +162,7 @@ class SpmdCoordinator:
         while len(results) < self.world_size:
             message = self._pop(deadline, results)
             if "error" in message:
-                raise RankError(f"rank {message['rank']} failed: {message['error']}")
+                raise RankError(message["error"], is_final=message["is_final"])
             results[message["rank"]] = message["value"]
         # All ranks have called this exchange, so they have read every verdict before it.
         for exchange in range(self._cleaned + 1, self._exchange):
@@ -187,11 +187,10 @@ class SpmdCoordinator:
 
     def _give_verdict(self, decide: Callable[[], Any]) -> Any:
         try:
-            verdict = {"value": decide()}
+            text = json.dumps({"value": decide()})
         except BaseException as error:
-            self._store.set(self._key("verdict"), json.dumps({"error": _describe(error)}))
+            self._store.set(self._key("verdict"), json.dumps(_describe(self.rank, error)))
             raise
-        text = json.dumps(verdict)
         self._store.set(self._key("verdict"), text)
         return json.loads(text)["value"]
 
@@ -207,7 +206,7 @@ class SpmdCoordinator:
                 time.sleep(pause_secs)
             verdict = json.loads(self._store.get(key))
         if "error" in verdict:
-            raise RankError(verdict["error"])
+            raise RankError(verdict["error"], is_final=verdict["is_final"])
         return verdict["value"]
 
     def _key(self, kind: str) -> str:
@@ -299,10 +298,10 @@ def _rank_0_errors() -> Iterator[None]:
         raise RankError(f"rank 0 can't be reached any more: {error}") from error
 
 
-def _describe(error: BaseException) -> str:
-    if isinstance(error, RankError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+def _describe(rank: int, error: BaseException) -> dict[str, Any]:
+    text = str(error) if isinstance(error, RankError) else f"rank {rank} failed: {type(error).__name__}: {error}"
+    is_final = error.is_final if isinstance(error, CheckpointError) else not isinstance(error, Exception)
+    return {"error": text, "is_final": is_final}
 
 
 def _start_store() -> Any:

@@ -63,9 +63,12 @@ def describe_geometry(loader: Any, dp_size: int) -> dict[str, Any]:
 def encode_loader(loader: Any) -> bytes:
     """Return `StatefulDataLoader.state_dict()` as a file that loads with `weights_only=True`.
 
-    Before the first `iter()` the state is empty, which means the beginning: asking the loader itself would start its workers.
+    Before the first `iter()` it is the state that was loaded, or an empty one, which means the beginning: asking the loader
+    itself would start its workers.
     """
-    state = loader.state_dict() if hasattr(loader, "state_dict") and has_begun(loader) else {}
+    # torchdata keeps what was loaded, until the next iter(), in this attribute and has no public question for it either.
+    loaded = getattr(loader, "next_iter_state", None) or {}
+    state = loader.state_dict() if hasattr(loader, "state_dict") and has_begun(loader) else loaded
     return encode_tensors(state, "the dataloader's state")
 
 

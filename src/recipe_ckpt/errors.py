@@ -19,7 +19,12 @@ from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """Base of every deliberate error; `step` and `path` say what it is about, where that is known."""
+    """Base of every deliberate error; `step` and `path` say what it is about, where that is known.
+
+    After an error that `is_final` this process can't save any more, whatever `on_save_failure` says.
+    """
+
+    is_final = False
 
     def __init__(self, message: str, *, step: int | None = None, path: str | None = None) -> None:
         super().__init__(message)
@@ -62,6 +67,8 @@ class LineageError(CheckpointError, ValueError):
 class LeaseHeldError(CheckpointError, RuntimeError):
     """Another live process writes into this root."""
 
+    is_final = True
+
 
 class RootNotSharedError(CheckpointError, RuntimeError):
     """Not every rank sees the checkpoint root of rank 0."""
@@ -72,7 +79,11 @@ class SaveFailedError(CheckpointError, RuntimeError):
 
 
 class RankError(CheckpointError, RuntimeError):
-    """Another rank failed; the message names it and its cause."""
+    """Another rank failed; the message names it and its cause. It is as final as that cause."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class RankTimeoutError(RankError, TimeoutError):

@@ -9,29 +9,31 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from recipe_ckpt import layout
-from recipe_ckpt.config import CONTENTS, validate_checkpoint
+from recipe_ckpt.config import CONTENTS
 from recipe_ckpt.contents import RunContents, Stateful, name_engines
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
 from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.errors import (
+    CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    LeaseHeldError,
     RootNotSharedError,
     SaveFailedError,
 )
 from recipe_ckpt.lease import find_launch_id
-from recipe_ckpt.manifest import decode_json
+from recipe_ckpt.manifest import decode_json, to_plain
 from recipe_ckpt.resume import Candidate, Request
+from recipe_ckpt.retention import Retention
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage, Storage
 from recipe_ckpt.store import Staging
 from recipe_ckpt.survey import read_commit, read_files
+from recipe_ckpt.validation import validate_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class CheckpointHandler:
         max_ckpt_to_keep: how many checkpoints stay; None keeps all.
         resume_mode: `auto`, `disable` or `resume_path`.
         resume_from_path: a `global_step_<N>` directory or a run's root.
+        retention: what stays beside the newest ones: every so many steps, the best ones.
         lora_train_meta: `{"r", "lora_alpha", "task_type"}`, written as `lora_train_meta.json`.
         extra_state: further state by name.
         documents: texts by file name that go into each checkpoint, such as `config.yaml`.
@@ -105,6 +108,7 @@ class CheckpointHandler:
         lora_train_meta: Mapping[str, Any] | None = None,
         save_policy: SavePolicy | None = None,
         load_policy: LoadPolicy | None = None,
+        retention: Retention | None = None,
         rank_timeout_secs: float = 600.0,
         extra_state: Mapping[str, Stateful] | None = None,
         documents: Mapping[str, str] | None = None,
@@ -129,7 +133,7 @@ class CheckpointHandler:
         _refuse_ray(mode)
         self.root: str = settled["default_local_dir"]
         self.resume_point: ResumePoint | None = None
-        self._max_to_keep: int | None = settled["max_ckpt_to_keep"]
+        self._retention = replace(retention or Retention(), max_to_keep=settled["max_ckpt_to_keep"])
         self._storage = storage or LocalStorage()
         self._coordinator = coordinator or _find_coordinator(rank_timeout_secs)
         self._contents = RunContents(
@@ -232,7 +236,8 @@ class CheckpointHandler:
         return candidate.step
 
     def _read_metrics(self, candidate: Candidate) -> dict[str, float]:
-        return dict(read_commit(self._storage, candidate.path).manifest.metrics) if candidate.digest else {}
+        metrics = read_commit(self._storage, candidate.path).manifest.metrics if candidate.digest else {}
+        return {name: float(value) for name, value in metrics.items()}
 
     # --- save
 
@@ -250,15 +255,15 @@ class CheckpointHandler:
         try:
             staging = Staging(**self._coordinator.lead(lambda: asdict(self._leader().begin(step))))
             size_bytes = self._write_and_commit(staging, metrics or {})
-        except LeaseHeldError:
-            raise
-        except Exception as error:  # noqa: BLE001 (whatever an engine raises is a failed save)
-            self._fail(step, error)
+        except Exception as error:
+            if isinstance(error, CheckpointError) and error.is_final:
+                raise
+            self._fail(step, error)  # whatever an engine raises is a failed save
             return
         took = time.monotonic() - began
         self._log(logging.INFO, f"saved step {step}: {size_bytes / 1e6:.1f} MB in {took:.2f} s, {self.root}")
         if self._session is not None:
-            self._session.prune(self._max_to_keep)
+            self._session.prune(self._retention)
 
     def _write_and_commit(self, staging: Staging, metrics: Mapping[str, float]) -> int:
         contents = self._save_policy.contents
@@ -284,7 +289,7 @@ class CheckpointHandler:
             "dp_size": self._contents.dp_size,
             "contents": tuple(self._save_policy.contents),
             "data": self._contents.describe_data(),
-            "metrics": {name: float(value) for name, value in metrics.items()},
+            "metrics": to_plain({name: float(value) for name, value in metrics.items()}),  # a loss may be NaN
             "versions": _list_versions(),
         }
 
@@ -375,6 +380,12 @@ def build_handler(
         lora_train_meta=lora_train_meta,
         save_policy=SavePolicy(settled["save_contents"], settled["on_save_failure"]),
         load_policy=LoadPolicy(settled["load_contents"], settled["on_data_mismatch"]),
+        retention=Retention(
+            every=settled["keep_every"],
+            best=settled["keep_best"],
+            best_metric=settled["best_metric"],
+            best_mode=settled["best_mode"],
+        ),
         rank_timeout_secs=settled["rank_timeout_secs"],
         extra_state=extra_state,
         documents=documents,

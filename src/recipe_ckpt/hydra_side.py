@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
-from recipe_ckpt import config, layout
+from recipe_ckpt import config, layout, validation
 from recipe_ckpt.errors import CheckpointError, RankError, SaveFailedError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     """
     sections: dict[str, Any] = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
-        config.check_section(group, list(cfg[group]), sections[group])
-    settled = config.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
+        validation.check_section(group, list(cfg[group]), sections[group])
+    settled = validation.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
 
     from recipe_ckpt.sft.recipe import Recipe  # torch starts to load here, after every check
 

@@ -27,10 +27,12 @@ TRAINER_STATE = "trainer_state.json"
 LORA_META = "lora_train_meta.json"
 TENSOR_INDEX = "index.json"
 
-_STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)", re.ASCII)
-_TRACKER = re.compile(r"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*", re.ASCII)
-_STAGING = re.compile(r"global_step_(0|[1-9][0-9]*)\.([0-9a-f]+)", re.ASCII)
-_DISPLACED = re.compile(r"global_step_(0|[1-9][0-9]*)\.by-([0-9a-f]+)", re.ASCII)
+# No longer than fits into a file name; int() raises for more than 4300 digits.
+_STEP = "(0|[1-9][0-9]{0,199})"
+_STEP_DIR = re.compile(rf"global_step_{_STEP}", re.ASCII)
+_TRACKER = re.compile(rf"[ \t\r\n]*{_STEP}[ \t\r\n]*", re.ASCII)
+_STAGING = re.compile(rf"global_step_{_STEP}\.([0-9a-f]+)", re.ASCII)
+_DISPLACED = re.compile(rf"global_step_{_STEP}\.by-([0-9a-f]+)", re.ASCII)
 _TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, (TRACKER, RUN_RECORD, LEASE, ARCHIVING)))})\.[0-9a-f]{{32}}\.tmp", re.ASCII
 )

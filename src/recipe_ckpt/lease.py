@@ -76,7 +76,7 @@ def judge(found: Owner, me: Owner, *, pid_start: str | None) -> Standing:
         return Standing.UNKNOWN
     if found.boot_id != me.boot_id:
         return Standing.FREE
-    if found.pid_namespace != me.pid_namespace:
+    if found.pid_namespace != me.pid_namespace or not found.pid_started:
         return Standing.UNKNOWN
     return Standing.HELD if pid_start == found.pid_started else Standing.FREE
 
@@ -112,8 +112,8 @@ class Lease:
             LeaseHeldError: another process lives and writes here; the message names it.
         """
         while not self._storage.create_exclusive(self._path, self._encode()):
-            found = self._read()
-            if found is None or self._may_replace(found):
+            found = self._read_bytes()
+            if found is not None and self._may_replace(self._decode(found)):
                 self._remove(found)
         self._thread = threading.Thread(target=self._beat_until_released, name="recipe-ckpt-lease", daemon=True)
         self._thread.start()
@@ -129,7 +129,7 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease back; does nothing if it is not held."""
-        if self._thread is None:
+        if self._thread is None or self._me.pid != os.getpid():  # a forked child holds nothing
             return
         self._ended.set()
         self._thread.join()
@@ -138,7 +138,9 @@ class Lease:
         if found is not None and found.token == self._me.token:
             self._storage.remove_file(self._path)
 
-    def _may_replace(self, found: Owner) -> bool:
+    def _may_replace(self, found: Owner | None) -> bool:
+        if found is None:
+            return True
         standing = judge(found, self._me, pid_start=read_pid_start(found.pid))
         if standing is Standing.UNKNOWN:
             standing = self._watch(found)
@@ -163,17 +165,11 @@ class Lease:
                 return Standing.HELD
         return Standing.FREE
 
-    def _remove(self, found: Owner | None) -> None:
-        """Remove exactly the lease that was judged: of two starters that judged the same one, one removes it."""
-        aside = f"{self._path}.{uuid.uuid4().hex}.tmp"
-        try:
-            self._storage.rename(self._path, aside)
-        except FileNotFoundError:
-            return
-        taken = self._decode(self._storage.read(aside))
-        if taken is not None and (found is None or taken.token != found.token):
-            self._storage.create_exclusive(self._path, encode_json(asdict(taken)))
-        self._storage.remove_file(aside)
+    def _remove(self, judged: bytes) -> None:
+        """Remove exactly the lease that was judged: of several starters that judged the same one, one removes it."""
+        with self._storage.lock_dir(os.path.dirname(self._path)):
+            if self._read_bytes() == judged:
+                self._storage.remove_file(self._path)
 
     def _beat_until_released(self) -> None:
         while not self._ended.wait(BEAT_SECS):
@@ -188,8 +184,12 @@ class Lease:
                 logger.warning("%s: the lease could not be renewed: %s", self._path, error)
 
     def _read(self) -> Owner | None:
+        data = self._read_bytes()
+        return None if data is None else self._decode(data)
+
+    def _read_bytes(self) -> bytes | None:
         try:
-            return self._decode(self._storage.read(self._path))
+            return self._storage.read(self._path)
         except FileNotFoundError:
             return None
 

@@ -20,6 +20,7 @@ from recipe_ckpt.errors import DamagedCheckpointError
 FORMAT = 1
 BLOCK_BYTES = 4 * 1024 * 1024
 _DIGEST_CHARS = 32
+_SEAL = "digest"
 
 JSON = Any
 Record = TypeVar("Record")
@@ -112,7 +113,7 @@ class FileTable:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> FileTable:
-        raw = decode_json(data, path)
+        raw = _decode_format(data, path)
         return cls(tuple(build_record(FileEntry, item, path) for item in _expect_list(raw, "files", path)))
 
 
@@ -153,16 +154,13 @@ class Manifest:
     format: int = FORMAT
 
     def encode(self) -> bytes:
-        return encode_json(asdict(self))
+        return _encode_sealed(asdict(self))
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        raw = decode_json(data, path)
-        found = raw.get("format") if isinstance(raw, dict) else raw
-        if found != FORMAT:
-            raise DamagedCheckpointError(f"{path}: format {found!r}; this version reads format {FORMAT}", path=path)
-        ancestors = tuple((first, last) for first, last in raw.get("ancestors") or ())
-        raw = {**raw, "contents": tuple(raw.get("contents") or ()), "ancestors": ancestors}
+        raw = _decode_sealed(data, path)
+        ancestors = tuple(_expect_range(item, path) for item in _expect_list(raw, "ancestors", path))
+        raw = {**raw, "contents": tuple(_expect_list(raw, "contents", path)), "ancestors": ancestors}
         if raw.get("continues") is not None:
             raw["continues"] = build_record(Continues, raw["continues"], path)
         return build_record(cls, raw, path)
@@ -170,11 +168,12 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class BranchEntry:
-    """One commit of the current branch: enough to find and to check it without a look at other directories."""
+    """One commit of the current branch: enough to find, check and rate it without a look at other directories."""
 
     step: int
     sequence: int
     digest: str
+    metrics: Mapping[str, float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +186,11 @@ class RunRecord:
     format: int = FORMAT
 
     def encode(self) -> bytes:
-        return encode_json(asdict(self))
+        return _encode_sealed(asdict(self))
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> RunRecord:
-        raw = decode_json(data, path)
+        raw = _decode_sealed(data, path)
         branch = tuple(build_record(BranchEntry, item, path) for item in _expect_list(raw, "branch", path))
         return build_record(cls, {**raw, "branch": branch}, path)
 
@@ -255,6 +254,33 @@ def to_plain(value: object, where: str = "value") -> JSON:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [to_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
     raise TypeError(f"{where}: found {type(value).__name__}; allowed are numbers, strings, lists and mappings of them")
+
+
+def _encode_sealed(value: dict[str, JSON]) -> bytes:
+    """Encode a record that nothing else vouches for, with the digest of its other fields as its last one."""
+    return encode_json({**value, _SEAL: digest_bytes(encode_json(value)).hex()})
+
+
+def _decode_sealed(data: bytes, path: str) -> dict[str, JSON]:
+    raw = _decode_format(data, path)
+    seal = raw.pop(_SEAL, None)
+    if seal != digest_bytes(encode_json(raw)).hex():
+        raise DamagedCheckpointError(f"{path}: changed since it was written: its digest is not {seal!r}", path=path)
+    return raw
+
+
+def _decode_format(data: bytes, path: str) -> dict[str, JSON]:
+    raw = decode_json(data, path)
+    found = raw.get("format") if isinstance(raw, dict) else raw
+    if not isinstance(raw, dict) or found != FORMAT:
+        raise DamagedCheckpointError(f"{path}: format {found!r}; this version reads format {FORMAT}", path=path)
+    return raw
+
+
+def _expect_range(item: JSON, path: str) -> tuple[int, int]:
+    if isinstance(item, list) and len(item) == 2 and all(isinstance(edge, int) for edge in item):
+        return item[0], item[1]
+    raise DamagedCheckpointError(f"{path}: found the range {item!r}; expected [first, last]", path=path)
 
 
 def _expect_list(raw: JSON, key: str, path: str) -> list[JSON]:

@@ -172,7 +172,12 @@ def inspect_path(storage: Storage, path: str, root: str) -> Candidate:
         )
     if layout.parse_step_name(os.path.basename(path)) is not None:
         return _inspect_step(storage, path, root)
-    found = survey(storage, path)
+    try:
+        found = survey(storage, path)
+    except NotADirectoryError as error:
+        raise CheckpointNotFoundError(
+            f"checkpoint.resume_from_path: found {path!r}, which is a file; {_EXPECTED}", path=path
+        ) from error
     if isinstance(found.tracker, int) and found.tracker in found.foreign:
         return _inspect_step(storage, _path(path, found.tracker), root)
     if not found.branch:

@@ -11,9 +11,10 @@ from recipe_ckpt.errors import CheckpointError, ConfigError, NothingToResumeErro
 from recipe_ckpt.lease import Lease
 from recipe_ckpt.manifest import FileEntry
 from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
+from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Staging, Store
-from recipe_ckpt.survey import Commit, Survey, read_commit, survey
+from recipe_ckpt.survey import Commit, Survey, read_commit, read_files, survey
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RootSession:
         self._next = iter(self._plan.candidates)
         for note in self._plan.notes:
             logger.warning("%s: %s", self._store.root, note)
+        self._warn_if_tight()
 
     def next_candidate(self) -> Candidate | None:
         """Return the next checkpoint worth trying; None means a fresh start.
@@ -99,6 +101,7 @@ class RootSession:
         return archived
 
     def begin(self, step: int) -> Staging:
+        self._lease.check()  # before staging is cleared: another process may be writing there by now
         return self._store.begin(step)
 
     def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
@@ -109,8 +112,8 @@ class RootSession:
     def abandon(self, staging: Staging) -> None:
         self._store.abandon(staging)
 
-    def prune(self, max_to_keep: int | None) -> list[int]:
-        return self._store.prune(max_to_keep=max_to_keep)
+    def prune(self, retention: Retention) -> list[int]:
+        return self._store.prune(retention)
 
     def close(self) -> None:
         self._lease.release()
@@ -128,6 +131,25 @@ class RootSession:
                 "a directory that this user may write into",
                 "Choose another one, or mend it.",
             ) from error
+
+    def _warn_if_tight(self) -> None:
+        """Compare the free space of the root's own disk with the newest checkpoint: the next one needs as much again."""
+        newest = next(self._readable_branch(), None)
+        if newest is None:
+            return
+        try:
+            needed = sum(entry.size_bytes for entry in read_files(self._storage, newest).entries)
+        except CheckpointError:
+            return
+        free = self._storage.free_bytes(self._store.root)
+        if free < needed:
+            logger.warning(
+                "%s: %.1f MB are free on its disk, the last checkpoint takes %.1f MB: the next save may fail. Make room, or"
+                " choose another checkpoint.default_local_dir",
+                self._store.root,
+                free / 1e6,
+                needed / 1e6,
+            )
 
     def _decide(self) -> Plan:
         named: Candidate | CheckpointError | None = None

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from recipe_ckpt import layout
@@ -23,7 +24,7 @@ from recipe_ckpt.manifest import (
     digest_manifest,
     extend_ranges,
 )
-from recipe_ckpt.retention import Kept, choose_deletions
+from recipe_ckpt.retention import Kept, Retention, choose_deletions
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.survey import Commit, Survey, list_pins, list_steps, read_commit, select_ancestors, survey, verify
 
@@ -117,14 +118,14 @@ class Store:
         except OSError as error:
             logger.warning("%s: could not be removed: %s", staging.path, error)
 
-    def prune(self, *, max_to_keep: int | None) -> list[int]:
+    def prune(self, retention: Retention) -> list[int]:
         """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time."""
-        present = list_steps(self.storage, self.root)
-        kept = [Kept(entry.step, entry.sequence, True) for entry in self.origin.branch]
-        kept += [Kept(entry.step, entry.sequence, False) for entry in self._left_behind.values()]
-        present_kept = [commit for commit in kept if commit.step in present]
+        present = {step for step in list_steps(self.storage, self.root) if self._is_committed(step)}
+        known = [(entry, True) for entry in self.origin.branch]
+        known += [(entry, False) for entry in self._left_behind.values()]
+        kept = [_rate(entry, retention, on_branch) for entry, on_branch in known if entry.step in present]
         deleted = []
-        for step in choose_deletions(present_kept, max_to_keep=max_to_keep, pinned=list_pins(self.storage, self.root)):
+        for step in choose_deletions(kept, retention, pinned=list_pins(self.storage, self.root)):
             try:
                 self._delete(step)
                 deleted.append(step)
@@ -192,6 +193,7 @@ class Store:
             return False
         if verify(self.storage, path, read_all=False) is not None:
             return False
+        self._mark_commit(Staging(path, step, uid))
         self._publish(path, step, uid)
         return True
 
@@ -220,7 +222,7 @@ class Store:
         except (CheckpointError, OSError):
             return False
         branch = found.branch
-        if commit.manifest.sequence > found.last_sequence:
+        if commit.manifest.sequence >= found.last_sequence:
             branch = (commit.entry(), *select_ancestors(branch, commit.manifest.ancestors, replaced=step))
         if not branch or branch[0].step != step:
             return False
@@ -232,13 +234,14 @@ class Store:
 
     def _seal(self, staging: Staging, table: FileTable, facts: Mapping[str, Any]) -> bytes:
         """Write the file table and the manifest into staging, last and in this order; return the manifest's bytes."""
-        for folder in sorted({os.path.dirname(entry.path) for entry in table.entries} - {""}):
+        for folder in sorted({folder for entry in table.entries for folder in PurePosixPath(entry.path).parents}):
             self.storage.sync_dir(os.path.join(staging.path, folder))
-        self.storage.sync_dir(staging.path)
         files_data = table.encode()
+        # Used up from here on, whatever happens: a save that fails may leave its manifest behind.
+        self._last_sequence += 1
         manifest = Manifest(
             step=staging.step,
-            sequence=self._last_sequence + 1,
+            sequence=self._last_sequence,
             lineage=self.origin.lineage,
             parent=self._find_parent(staging.step),
             ancestors=self.origin.ancestors,
@@ -265,7 +268,8 @@ class Store:
     def _mark_commit(self, staging: Staging) -> str:
         """Leave a mark beside the staging: with it an old tracker is an interrupted commit, without it a user's edit."""
         marker = staging.path + layout.COMMITTING_SUFFIX
-        self.storage.write_file(marker, [], name=layout.COMMITTING_SUFFIX, rank=0)
+        if not self.storage.exists(marker):
+            self.storage.write_file(marker, [], name=layout.COMMITTING_SUFFIX, rank=0)
         self.storage.sync_dir(os.path.dirname(marker))
         return marker
 
@@ -277,8 +281,11 @@ class Store:
         self.storage.sync_dir(os.path.dirname(staged))
         self.storage.sync_dir(self.root)
 
+    def _is_committed(self, step: int) -> bool:
+        return self.storage.exists(os.path.join(self.path_of(step), layout.MANIFEST))
+
     def _displace(self, target: str, step: int, uid: str) -> None:
-        if self.storage.exists(os.path.join(target, layout.MANIFEST)):
+        if self._is_committed(step):
             trash = self._inside(layout.TRASH_DIR)
             self.storage.make_dirs(trash)
             self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(step, uid)))
@@ -290,7 +297,6 @@ class Store:
 
     def _move_on(self, commit: Commit) -> None:
         entry = commit.entry()
-        self._last_sequence = entry.sequence
         self._left_behind.pop(entry.step, None)
         branch = (entry, *(old for old in self.origin.branch if old.step != entry.step))
         self.origin = Origin(
@@ -348,6 +354,11 @@ class Store:
 
     def _inside(self, name: str) -> str:
         return os.path.join(self.root, name)
+
+
+def _rate(entry: BranchEntry, retention: Retention, on_branch: bool) -> Kept:
+    metric = entry.metrics.get(retention.best_metric or "")
+    return Kept(entry.step, entry.sequence, on_branch, None if metric is None else float(metric))
 
 
 def build_lineage() -> str:

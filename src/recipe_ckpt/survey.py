@@ -34,7 +34,7 @@ class Commit:
     manifest: Manifest
 
     def entry(self) -> BranchEntry:
-        return BranchEntry(self.manifest.step, self.manifest.sequence, self.digest)
+        return BranchEntry(self.manifest.step, self.manifest.sequence, self.digest, self.manifest.metrics)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def survey(storage: Storage, root: str) -> Survey:
     if record is None:
         _rebuild(found)
     else:
-        found.lineage, found.last_sequence = record.lineage, record.last_sequence
+        found.lineage = record.lineage
         found.branch = tuple(entry for entry in record.branch if entry.step in steps)
         if record.branch and record.branch[0].step not in steps:
             found.refused[record.branch[0].step] = "its directory is gone"
@@ -138,6 +138,8 @@ def survey(storage: Storage, root: str) -> Survey:
         if commit.manifest.lineage != found.lineage:
             found.refused[step] = f"it is of another run (lineage {commit.manifest.lineage}, here {found.lineage})"
             del found.others[step]
+    sequences = (commit.manifest.sequence for commit in found.others.values())
+    found.last_sequence = max(record.last_sequence if record else 0, found.last_sequence, *sequences)
     found.tracked = _read_tracked(storage, root, found)
     return found
 
@@ -193,7 +195,7 @@ def _classify(storage: Storage, path: str, step: int, found: Survey) -> None:
             found.foreign.add(step)
         else:
             found.refused[step] = problem
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         found.refused[step] = str(error)
 
 
@@ -203,11 +205,13 @@ def _rebuild(found: Survey) -> None:
         return
     lineages = {commit.manifest.lineage for commit in found.others.values()}
     if len(lineages) > 1:
-        where = {name: sorted(s for s, c in found.others.items() if c.manifest.lineage == name) for name in sorted(lineages)}
-        raise LineageError(
-            f"checkpoints of several runs lie in one root, and {layout.RUN_RECORD}, which would tell the current one, is"
-            f" missing or unreadable: steps by lineage {where}; move all but one run's directories elsewhere"
-        )
+        for step, commit in found.others.items():
+            found.refused[step] = (
+                f"it is of lineage {commit.manifest.lineage}; several runs lie in one root, and {layout.RUN_RECORD}, which"
+                " would tell the current one, is missing or unreadable: move all but one run's directories elsewhere"
+            )
+        found.others.clear()
+        return
     found.lineage = lineages.pop()
     newest = max(found.others.values(), key=lambda commit: commit.manifest.sequence)
     found.last_sequence = newest.manifest.sequence

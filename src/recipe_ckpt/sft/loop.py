@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from recipe_ckpt import preemption
 from recipe_ckpt.config import TrainerConfig
 from recipe_ckpt.engines.spmd import SpmdEngine, join_ranks
+from recipe_ckpt.preemption import StopRequest
 from recipe_ckpt.sft.data import IGNORED, MicroBatch, TrainingData
 from recipe_ckpt.sft.recipe import (
     Recipe,
@@ -37,6 +39,7 @@ from recipe_ckpt.sft.recipe import (
 from recipe_ckpt.sft.reporting import Reporter, StepFacts
 from recipe_ckpt.sft.sampler import GlobalBatchSampler, derive_seed
 from recipe_ckpt.sft.schedule import LrSchedule
+from recipe_ckpt.sft.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +92,12 @@ class Run:
 
 def run(recipe: Recipe) -> float | None:
     """Train from where the checkpoint root is to the last step, and return the final loss: validation's, if there is any."""
-    with open_run(recipe) as current:
+    with preemption.watch() as stop, open_run(recipe) as current:
         if current.step >= current.total_steps:
             if current.rank == 0:
                 log.info("This run is finished: step %d of %d. Nothing is trained.", current.step, current.total_steps)
             return current.metric
-        for _ in train(current):
+        for _ in train(current, stop):
             pass
         show_answers(current)
         return current.metric
@@ -135,29 +138,35 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
             )
 
 
-def train(run: Run) -> Iterator[int]:
+def train(run: Run, stop: StopRequest | None = None) -> Iterator[int]:
     """Train to the last step, giving each finished one's number, after its evaluation and its save. Collective.
 
-    Who stops asking, stops the run there.
+    Who stops asking, stops the run there. A signal on any rank ends the process after a save of the step in hand.
 
     Raises:
+        SystemExit: a signal asked to stop; the code is the signal's.
         FloatingPointError: the loss is not finite; what the weights are now is not saved.
     """
     trainer = run.recipe.trainer
+    wishes = Wishes(stop or StopRequest(), trainer.save_interval_mins, run.device)
     with Reporter(trainer, rank=run.rank, root=run.recipe.root, step=run.step, total_steps=run.total_steps) as reporter:
         for batch in read_batches(run):
             facts = train_step(run, batch)
             reporter.report_step(facts)
             require_finite(facts)
             run.metrics = {"train/loss": facts.loss}
-            if run.val_loader is not None and is_due(run.step, trainer.test_freq, run.total_steps):
-                loss = run.metrics["val/loss"] = evaluate(run)
+            wishes.agree()
+            if is_due(run.step, trainer.test_freq, run.total_steps) and (loss := evaluate(run, wishes)) is not None:
+                run.metrics["val/loss"] = loss
                 run.progress.count_evaluation(loss)
                 reporter.report_evaluation(run.step, loss)
-            if is_due(run.step, trainer.save_freq, run.total_steps):
+            if is_due(run.step, trainer.save_freq, run.total_steps) or wishes.has_any:
                 reporter.flush()  # a resume draws on from the checkpoint: what is before it must be there
                 run.handler.save_checkpoint(run.step, metrics=run.metrics)
+                wishes.note_save()
             yield run.step
+            if wishes.signal and run.step < run.total_steps:
+                wishes.leave(run.step)
 
 
 def read_batches(run: Run) -> Iterator[list[MicroBatch]]:
@@ -206,9 +215,13 @@ def require_finite(facts: StepFacts) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
-    """Return the loss of an answer token over the validation data. Collective; uses no random numbers."""
-    assert run.val_loader is not None
+def evaluate(run: Run, wishes: Wishes) -> float | None:
+    """Return the loss of an answer token over the validation data. Collective; uses no random numbers.
+
+    None: there is no such data, or a signal asks to stop, which can't wait for a long evaluation.
+    """
+    if run.val_loader is None or wishes.signal:
+        return None
     model = run.engine.model
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -216,7 +229,11 @@ def evaluate(run: Run) -> float:
         for micro in batch:
             sums[0] += compute_loss_sum(model, micro, run.device)
             sums[1] += (micro["labels"] != IGNORED).sum()
+        if wishes.agree():
+            break
     model.train()
+    if wishes.signal:
+        return None
     loss_sum, tokens = sum_over_ranks(sums).tolist()
     return float(loss_sum / tokens)
 

@@ -1,0 +1,128 @@
+"""Kill a run again and again, at random instants, until it is done; then compare it with a run that nobody killed.
+
+`python -m tests.stress kill --rounds 200`. A round is one launch that ends by SIGKILL. Runs follow each other, each in a new
+root, until so many rounds are over. The exit code is 1 if any run lost more than a save interval, or did not end as its twin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from recipe_ckpt.sft.loop import open_run, train
+from recipe_ckpt.sft.recipe import Recipe
+from tests.toy import compose_toy, train_toy
+
+SAVE_EVERY = 2
+LAUNCH_TIMEOUT_SECS = 120.0
+RECIPE = ("trainer.total_training_steps=60", f"trainer.save_freq={SAVE_EVERY}", "checkpoint.max_ckpt_to_keep=2")
+
+
+@dataclass
+class Tally:
+    """What happened; `lost` is, for each resume, how many trained steps were trained again."""
+
+    kills: int = 0
+    runs: int = 0
+    resumes: int = 0
+    lost: list[int] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        most = max(self.lost, default=0)
+        verdict = "every run ended as its twin" if not self.faults else "\n".join(self.faults)
+        return (
+            f"rounds {self.kills}, kills {self.kills}, runs completed {self.runs}, resumes {self.resumes},"
+            f" steps lost {sum(self.lost)} in all and {most} at most (a save every {SAVE_EVERY} steps); {verdict}"
+        )
+
+
+def kill_runs(rounds: int, folder: Path, seed: int) -> Tally:
+    """Run, kill and relaunch until `rounds` launches were killed and the last run is done."""
+    chance = random.Random(seed)
+    twin_audit = folder / "twin.jsonl"
+    train_toy("checkpoint=none", *RECIPE, f"trainer.audit_file={twin_audit}")
+    twin = read_steps(twin_audit)
+    tally = Tally()
+    while tally.kills < rounds:
+        run = folder / f"run-{tally.runs}"
+        run.mkdir()
+        finish_one_run(run, chance, rounds, tally)
+        if read_steps(run / "audit.jsonl") != twin:
+            tally.faults.append(f"{run}: the audit differs from the twin's")
+        tally.runs += 1
+    return tally
+
+
+def finish_one_run(run: Path, chance: random.Random, rounds: int, tally: Tally) -> None:
+    recipe = compose_toy(*RECIPE, f"checkpoint.default_local_dir={run}/ck", f"trainer.audit_file={run}/audit.jsonl")
+    while True:
+        trained = last_step(run / "audit.jsonl")
+        launch = multiprocessing.get_context("fork").Process(target=train_to_the_end, args=(recipe, str(run)))
+        launch.start()
+        # A launch that is left alone takes about a second; some are killed before they have done anything.
+        launch.join(chance.expovariate(2.0) if tally.kills < rounds else LAUNCH_TIMEOUT_SECS)
+        killed = launch.is_alive()
+        launch.kill()
+        launch.join()
+        tally.kills += killed
+        count_resume(run, trained, tally)
+        if not killed:
+            if launch.exitcode:
+                tally.faults.append(f"{run}: a launch ended with exit code {launch.exitcode}")
+            return
+
+
+def train_to_the_end(recipe: Recipe, run: str) -> None:
+    with open_run(replace(recipe)) as current:
+        with open(f"{run}/starts.txt", "a", encoding="ascii") as starts:
+            starts.write(f"{current.step}\n")
+        for _ in train(current):
+            pass
+
+
+def count_resume(run: Path, trained: int, tally: Tally) -> None:
+    """Compare where a launch started with what was trained before it; a launch killed before its start says nothing."""
+    path = run / "starts.txt"
+    starts = path.read_text(encoding="ascii").split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    if not starts or not trained:
+        return
+    tally.resumes += 1
+    tally.lost.append(trained - int(starts[-1]))
+    if tally.lost[-1] > SAVE_EVERY:
+        tally.faults.append(f"{run}: {trained} steps were trained, and the next launch started at {starts[-1]}")
+
+
+def read_steps(audit: Path) -> dict[int, dict]:
+    """Return an audit's lines by step; a step that was trained twice must have come out the same."""
+    lines: dict[int, dict] = {}
+    for line in map(json.loads, audit.read_text(encoding="utf-8").splitlines()):
+        assert lines.setdefault(line["step"], line) == line, f"step {line['step']} came out differently when trained again"
+    return lines
+
+
+def last_step(audit: Path) -> int:
+    return max(read_steps(audit), default=0) if audit.exists() else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["kill"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tally = kill_runs(arguments.rounds, Path(folder), arguments.seed)
+    sys.stdout.write(tally.describe() + "\n")
+    return 1 if tally.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,7 +33,7 @@ def flip(path, position):
 
 
 @pytest.mark.parametrize("name", ["index.json", "model-0.safetensors", "model-1.safetensors"])
-@pytest.mark.parametrize("position", [0, 8, 300, -1])
+@pytest.mark.parametrize("position", [0, 8, 150, -1])
 def test_flipped_bit_is_found_in_every_file(saved, name, position):
     flip(saved[0] / name, position)
     with pytest.raises(DamagedCheckpointError, match=rf"{name}: block \d \(of \d+ bytes\) has digest \w+, recorded is"):

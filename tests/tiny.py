@@ -15,8 +15,9 @@ from recipe_ckpt.contents import read_checked
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
 from recipe_ckpt.engines.base import WrittenPart
 from recipe_ckpt.errors import DataMismatchError
-from recipe_ckpt.handler import CheckpointHandler, LoadPolicy, SavePolicy
+from recipe_ckpt.handler import CheckpointHandler
 from recipe_ckpt.manifest import FileEntry, encode_json
+from recipe_ckpt.policies import LoadPolicy, SavePolicy
 from recipe_ckpt.storage import Storage
 
 

@@ -9,17 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recipe_ckpt.handler import CheckpointHandler, NoCheckpoints, OrchestrationMode, ResumePoint, build_handler
+    from recipe_ckpt.build import NoCheckpoints, build_handler
+    from recipe_ckpt.handler import CheckpointHandler
+    from recipe_ckpt.policies import LoadPolicy, OrchestrationMode, ResumePoint, SavePolicy
+    from recipe_ckpt.retention import Retention
 
 _HOMES = {
     "CheckpointHandler": "recipe_ckpt.handler",
-    "NoCheckpoints": "recipe_ckpt.handler",
-    "OrchestrationMode": "recipe_ckpt.handler",
-    "ResumePoint": "recipe_ckpt.handler",
-    "build_handler": "recipe_ckpt.handler",
+    "LoadPolicy": "recipe_ckpt.policies",
+    "NoCheckpoints": "recipe_ckpt.build",
+    "OrchestrationMode": "recipe_ckpt.policies",
+    "ResumePoint": "recipe_ckpt.policies",
+    "Retention": "recipe_ckpt.retention",
+    "SavePolicy": "recipe_ckpt.policies",
+    "build_handler": "recipe_ckpt.build",
 }
 
-__all__ = ["CheckpointHandler", "NoCheckpoints", "OrchestrationMode", "ResumePoint", "build_handler"]
+__all__ = [
+    "CheckpointHandler",
+    "LoadPolicy",
+    "NoCheckpoints",
+    "OrchestrationMode",
+    "ResumePoint",
+    "Retention",
+    "SavePolicy",
+    "build_handler",
+]
 
 
 def __getattr__(name: str) -> Any:

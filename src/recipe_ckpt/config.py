@@ -82,7 +82,7 @@ class CheckpointConfig:
     load_contents: list[str] | None = None
     """What is restored; null is `save_contents`."""
     async_save: bool = False
-    """Write in the background. Not available in this version: false."""
+    """Copy the state and write it in the background, while training goes on; false waits until it is durable."""
     on_save_failure: FailurePolicy = FailurePolicy["raise"]
     """raise: a failed save stops the run; warn: it is logged as an error and training goes on."""
     on_data_mismatch: MismatchPolicy = MismatchPolicy["raise"]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recipe_ckpt import data_state, layout
-from recipe_ckpt.engines.base import Engine, Snapshot, SnapshotEngine
+from recipe_ckpt.captured import Captured, join_folder
+from recipe_ckpt.engines.base import Engine, SnapshotEngine, StagingEngine
 from recipe_ckpt.errors import ConfigError, DamagedCheckpointError
 from recipe_ckpt.manifest import BlockDigester, FileEntry, FileTable, decode_json, encode_json, to_plain
-from recipe_ckpt.storage import Storage, describe_file
+from recipe_ckpt.storage import describe_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ class RunContents:
     rank: int
     world_size: int
     on_data_mismatch: str
-    _snapshots: dict[str, Snapshot] = field(default_factory=dict)
 
     @property
     def _first(self) -> Engine:
@@ -55,54 +55,48 @@ class RunContents:
     def describe_data(self) -> dict[str, Any]:
         return data_state.describe_geometry(self.loader, self.dp_size)
 
-    # --- saving
+    def capture(self, step: int, contents: Collection[str], *, stage: bool) -> Captured:
+        """Take this rank's state of this instant, at an optimizer step's edge. Not collective.
 
-    def write(self, directory: str, storage: Storage, step: int, contents: Collection[str]) -> dict[str, Any]:
-        """Write and fsync this rank's files; return their entries and the engines' fragments, as JSON.
-
-        Collective only if an engine's own `save_checkpoint` is.
+        With `stage` the engines' tensors are copied, so that training may go on while they are written.
         """
-        entries: list[FileEntry] = []
-        fragments: dict[str, Any] = {}
-        self._snapshots.clear()
+        captured = Captured(step, self.rank)
+        try:
+            self._capture_engines(captured, ENGINE_CONTENTS & set(contents), stage)
+            self._capture_files(captured, contents)
+        except BaseException:
+            captured.release()
+            raise
+        return captured
+
+    def _capture_engines(self, captured: Captured, contents: Collection[str], stage: bool) -> None:
         for name, engine in self.engines.items():
-            folder = _join(directory, name)
-            storage.make_dirs(folder)
-            if not isinstance(engine, SnapshotEngine):
-                engine.save_checkpoint(local_path=folder, global_step=step, max_ckpt_to_keep=None)
-                continue
-            snapshot = engine.snapshot(ENGINE_CONTENTS & set(contents))
-            part = snapshot.write(folder, storage)
-            entries += [_move_under(name, entry) for entry in part.entries]
-            fragments[name] = part.fragment
-            self._snapshots[name] = snapshot
+            if stage and isinstance(engine, StagingEngine):
+                snapshot = engine.snapshot(contents, stage=True)
+                captured.staged.append(snapshot)
+                captured.snapshots[name] = snapshot
+            elif isinstance(engine, SnapshotEngine):
+                captured.snapshots[name] = engine.snapshot(contents)
+            else:
+                captured.foreign[name] = engine
+
+    def _capture_files(self, captured: Captured, contents: Collection[str]) -> None:
         if "extra" in contents:
-            entries += self._write_extra(directory, storage)
-        return {"entries": [asdict(entry) for entry in entries], "fragments": fragments}
+            captured.files[layout.build_rng_name(self.rank)] = data_state.encode_rng()
+            if self._first.is_mp_src_rank_with_outputs():
+                name = layout.build_data_name(self._first.get_data_parallel_rank())
+                captured.files[name] = data_state.encode_loader(self.loader)
+        if self.rank == 0:
+            captured.shared_files = self._build_facts(captured.step, contents)
 
-    def finish(
-        self, directory: str, storage: Storage, step: int, contents: Collection[str], parts: Sequence[Mapping[str, Any]]
-    ) -> list[FileEntry]:
-        """On rank 0: join what the ranks wrote, add the files that one rank writes for all, and return every entry."""
-        entries = [FileEntry(**entry) for part in parts for entry in part["entries"]]
-        for name, snapshot in self._snapshots.items():
-            joined = snapshot.finish(_join(directory, name), storage, [part["fragments"][name] for part in parts])
-            entries += [_move_under(name, entry) for entry in joined]
-        for name, data in self._build_facts(step, contents).items():
-            entries.append(storage.write_file(os.path.join(directory, name), [data], name=name, rank=0))
-        if len(self._snapshots) < len(self.engines):
-            entries += _describe_others(directory, {entry.path for entry in entries})
-        return entries
-
-    def _write_extra(self, directory: str, storage: Storage) -> list[FileEntry]:
-        files = {layout.build_rng_name(self.rank): data_state.encode_rng()}
-        if self._first.is_mp_src_rank_with_outputs():
-            name = layout.build_data_name(self._first.get_data_parallel_rank())
-            files[name] = data_state.encode_loader(self.loader)
-        return [
-            storage.write_file(os.path.join(directory, name), [data], name=name, rank=self.rank)
-            for name, data in files.items()
-        ]
+    def find_staging_problem(self, contents: Collection[str]) -> str | None:
+        """Say why a save can't be made in the background on this rank now; None if it can."""
+        for engine in self.engines.values():
+            if not isinstance(engine, StagingEngine):
+                return f"{type(engine).__name__} takes no staged snapshots"
+            if problem := engine.can_stage(ENGINE_CONTENTS & set(contents)):
+                return problem
+        return None
 
     def _build_facts(self, step: int, contents: Collection[str]) -> dict[str, bytes]:
         files = {name: text.encode() for name, text in self.documents.items()}
@@ -136,7 +130,7 @@ class RunContents:
             if isinstance(engine, SnapshotEngine):
                 continue
             for entry in table.under(name)[self.rank :: self.world_size]:
-                read_checked(_join(directory, name), entry, keep=False)
+                read_checked(join_folder(directory, name), entry, keep=False)
 
     def restore(
         self,
@@ -154,7 +148,7 @@ class RunContents:
             DataMismatchError: the data position doesn't fit.
         """
         for name, engine in self.engines.items():
-            folder = _join(directory, name)
+            folder = join_folder(directory, name)
             if table is not None and isinstance(engine, SnapshotEngine):
                 entries = {entry.path: entry for entry in table.under(name)}
                 engine.restore(folder, entries, ENGINE_CONTENTS & set(contents))
@@ -272,26 +266,6 @@ def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:
         if isinstance(engine, Mapping) and not name.isidentifier():
             raise ConfigError("engine", name, "names such as actor or critic", "It becomes a folder's name.")
     return engines
-
-
-def _join(directory: str, folder: str) -> str:
-    return os.path.join(directory, folder) if folder else directory
-
-
-def _move_under(folder: str, entry: FileEntry) -> FileEntry:
-    path = f"{folder}/{entry.path}" if folder else entry.path
-    return FileEntry(path, entry.size_bytes, entry.digest, entry.blocks, entry.rank)
-
-
-def _describe_others(directory: str, known: set[str]) -> list[FileEntry]:
-    """Digest the files that engines with their own format wrote."""
-    found = []
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.relpath(os.path.join(folder, name), directory).replace(os.sep, "/")
-            if path not in known:
-                found.append(describe_file(os.path.join(folder, name), name=path, rank=0))
-    return found
 
 
 def _require(table: FileTable, name: str, directory: str) -> FileEntry:

@@ -149,6 +149,8 @@ class SpmdCoordinator:
             message = json.dumps({"rank": self.rank, "value": work()})
         except BaseException as error:
             self._push(json.dumps({"rank": self.rank, **_describe(self.rank, error)}))
+            if self._store.check([self._key("verdict")]):  # rank 0 failed before, and this may well follow from that
+                self._read_verdict(self._timeout_secs)
             raise
         self._push(message)
 

@@ -100,9 +100,9 @@ class RootSession:
         self._store.adopt(self._found, origin)
         return archived
 
-    def begin(self, step: int) -> Staging:
+    def begin(self, staging: Staging) -> None:
         self._lease.check()  # before staging is cleared: another process may be writing there by now
-        return self._store.begin(step)
+        self._store.begin(staging)
 
     def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
         return self._store.commit(

@@ -33,11 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory in which one save is being written."""
+    """A directory in which one save is being written. `uid` is hex, and no other save of this root has it."""
 
     path: str
     step: int
     uid: str
+
+    @classmethod
+    def of(cls, root: str, step: int, uid: str) -> Staging:
+        return cls(os.path.join(root, layout.STAGING_DIR, layout.build_staging_name(step, uid)), step, uid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +80,10 @@ class Store:
 
     # --- saving
 
-    def begin(self, step: int) -> Staging:
-        """Make a new staging directory; what an earlier, failed save left in staging is removed."""
-        self._clear(layout.STAGING_DIR)
-        uid = uuid.uuid4().hex[:12]
-        path = os.path.join(self._inside(layout.STAGING_DIR), layout.build_staging_name(step, uid))
-        self.storage.make_dirs(path)
-        return Staging(path, step, uid)
+    def begin(self, staging: Staging) -> None:
+        """Make room for a new staging directory: what an earlier, failed save left in staging is removed."""
+        self._clear(layout.STAGING_DIR, but=os.path.basename(staging.path))
+        self.storage.make_dirs(staging.path)
 
     def commit(
         self,
@@ -98,21 +99,26 @@ class Store:
         overwritten.
         """
         manifest_data = self._seal(staging, FileTable.of(entries), facts)
-        check_lease()
-        marker = self._mark_commit(staging)
-        self._publish(staging.path, staging.step, staging.uid)
         commit = Commit(
             self.path_of(staging.step), digest_manifest(manifest_data), Manifest.decode(manifest_data, staging.path)
         )
-        self._move_on(commit)
+        check_lease()
+        marker = self._mark_commit(staging)
+        self._publish(staging)
+        self._move_on(commit)  # it exists from here on, even if what follows fails
+        self._sync_publication()
         self._write_pointers()
         self.storage.remove_file(marker)
         self._clear(layout.TRASH_DIR)
         return commit
 
     def abandon(self, staging: Staging) -> None:
-        """Remove what a failed save wrote; if even that fails, the next start does it."""
+        """Remove what a failed save wrote, and put back what it had displaced; if that fails, the next start does it."""
+        displaced = os.path.join(self._inside(layout.TRASH_DIR), layout.build_displaced_name(staging.step, staging.uid))
         try:
+            if self.storage.exists(displaced) and not self.storage.exists(self.path_of(staging.step)):
+                self.storage.rename(displaced, self.path_of(staging.step))
+                self.storage.sync_dir(self.root)
             if self.storage.exists(staging.path):
                 self.storage.remove_tree(staging.path)
         except OSError as error:
@@ -193,8 +199,10 @@ class Store:
             return False
         if verify(self.storage, path, read_all=False) is not None:
             return False
-        self._mark_commit(Staging(path, step, uid))
-        self._publish(path, step, uid)
+        staging = Staging(path, step, uid)
+        self._mark_commit(staging)
+        self._publish(staging)
+        self._sync_publication()
         return True
 
     def _put_back_displaced(self) -> list[str]:
@@ -273,12 +281,14 @@ class Store:
         self.storage.sync_dir(os.path.dirname(marker))
         return marker
 
-    def _publish(self, staged: str, step: int, uid: str) -> None:
-        target = self.path_of(step)
+    def _publish(self, staging: Staging) -> None:
+        target = self.path_of(staging.step)
         if self.storage.exists(target):
-            self._displace(target, step, uid)
-        self.storage.rename(staged, target)
-        self.storage.sync_dir(os.path.dirname(staged))
+            self._displace(target, staging.step, staging.uid)
+        self.storage.rename(staging.path, target)
+
+    def _sync_publication(self) -> None:
+        self.storage.sync_dir(self._inside(layout.STAGING_DIR))
         self.storage.sync_dir(self.root)
 
     def _is_committed(self, step: int) -> bool:
@@ -325,9 +335,11 @@ class Store:
         self._left_behind.pop(step, None)
         self.storage.remove_tree(aside)
 
-    def _clear(self, folder: str) -> None:
+    def _clear(self, folder: str, but: str | None = None) -> None:
         path = self._inside(folder)
         for entry in self.storage.list_dir(path):
+            if entry.name == but:  # the other ranks may have begun to write there
+                continue
             inside = os.path.join(path, entry.name)
             try:
                 (self.storage.remove_tree if entry.is_dir else self.storage.remove_file)(inside)

@@ -77,7 +77,7 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
         "keep_every": _check_int("checkpoint.keep_every", found["keep_every"], nullable=True),
         "keep_best": _check_int("checkpoint.keep_best", found["keep_best"], nullable=True),
         "best_mode": _choose(BestMode, "checkpoint.best_mode", found["best_mode"]),
-        "async_save": _refuse_async(found["async_save"]),
+        "async_save": _check_bool("checkpoint.async_save", found["async_save"]),
         "on_save_failure": _choose(FailurePolicy, "checkpoint.on_save_failure", found["on_save_failure"]),
         "on_data_mismatch": _choose(MismatchPolicy, "checkpoint.on_data_mismatch", found["on_data_mismatch"]),
         "rank_timeout_secs": _check_int("checkpoint.rank_timeout_secs", found["rank_timeout_secs"]),
@@ -142,10 +142,10 @@ def _settle_mirror(value: object) -> str | None:
     return url
 
 
-def _refuse_async(value: object) -> bool:
-    if value is not False:
-        raise ConfigError("checkpoint.async_save", value, "false", "Asynchronous saves are not available in this version.")
-    return False
+def _check_bool(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, "true or false", f"Write {key}=true.")
+    return value
 
 
 def _settle_trainer(trainer: TrainerConfig, launch_dir: str) -> TrainerConfig:

@@ -50,10 +50,13 @@ class WrittenPart:
 
 
 class Snapshot(Protocol):
-    """An engine's state of one instant."""
+    """An engine's state of one instant. Its methods may be called in another thread than the one that made it."""
 
     def write(self, directory: str, storage: Storage) -> WrittenPart:
-        """Write and fsync this rank's files into `directory`, which exists. Not collective."""
+        """Write and fsync this rank's files into `directory`, which exists. Not collective.
+
+        A staged snapshot is released by this, also if it fails.
+        """
 
     def finish(self, directory: str, storage: Storage, fragments: Sequence[Any]) -> Sequence[FileEntry]:
         """On rank 0, when all ranks have written: check the fragments (by rank) against the plan, write what joins them.
@@ -61,6 +64,16 @@ class Snapshot(Protocol):
         Raises:
             SaveFailedError: what was written is not the whole state.
         """
+
+
+class StagedSnapshot(Snapshot, Protocol):
+    """A copy of the state, if it was asked for: training goes on while it is written."""
+
+    def wait_staged(self) -> None:
+        """Return when every copy is made. Raises: SaveFailedError if one failed (`write` does so too)."""
+
+    def release(self) -> None:
+        """Give up a snapshot that will not be written (any more). May be called twice."""
 
 
 @runtime_checkable
@@ -78,4 +91,22 @@ class SnapshotEngine(Engine, Protocol):
         Raises:
             DamagedCheckpointError: a file is missing, cut short or changed; tensors may hold anything then.
             StateMismatchError: the checkpoint's tensors are not the run's.
+        """
+
+
+@runtime_checkable
+class StagingEngine(SnapshotEngine, Protocol):
+    """An engine whose snapshots may be copies."""
+
+    def can_stage(self, contents: Collection[str]) -> str | None:
+        """Say why a copy would not fit into memory now, or None if it would. Not collective; ranks may differ."""
+
+    def snapshot(self, contents: Collection[str], *, stage: bool = False, overlap: bool = False) -> StagedSnapshot:
+        """Capture as a `SnapshotEngine` does; with `stage` in a copy. Not collective.
+
+        One staged snapshot is alive at a time: until it is written or released. With `overlap` what only an optimizer step
+        changes may still be being copied on return; the step waits for it.
+
+        Raises:
+            SaveFailedError: the state can't be stored, or its copy does not fit into memory.
         """

@@ -17,17 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
-from recipe_ckpt.engines.base import Snapshot
-from recipe_ckpt.engines.spmd_names import name_parameters, name_tensors, require_no_extra_state
-from recipe_ckpt.engines.spmd_optimizer import build_state, capture_state, require_same_optimizer
+from recipe_ckpt.engines.base import Snapshot, StagedSnapshot
+from recipe_ckpt.engines.spmd_names import name_parameters, name_tensors
+from recipe_ckpt.engines.spmd_optimizer import build_state, require_same_optimizer
 from recipe_ckpt.engines.spmd_ranks import distribute, join_ranks
+from recipe_ckpt.engines.spmd_state import StateTracker
 from recipe_ckpt.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
 from recipe_ckpt.layout import FILE_TABLE
 from recipe_ckpt.manifest import FileEntry, FileTable
 from recipe_ckpt.storage import LocalStorage
 from recipe_ckpt.tensors.index import PartIndex, TensorIndex
 from recipe_ckpt.tensors.plan import PartState
-from recipe_ckpt.tensors.reader import read_index, read_part, require_fit
+from recipe_ckpt.tensors.reader import paused_gc, read_index, read_part, require_fit
+from recipe_ckpt.tensors.stager import Stager
 from recipe_ckpt.tensors.writer import TensorSnapshot
 
 __all__ = ["SpmdEngine", "StepReport", "distribute", "join_ranks"]
@@ -59,6 +61,9 @@ class SpmdEngine:
         self._lr_at = lr_at
         self._lr_ratios = _find_lr_ratios(optimizer)
         self._coordinator: Coordinator | None = None
+        self._tracker = StateTracker()
+        self._stager = Stager()
+        self._is_step_guarded = False
         self._reshard()
         name_parameters(optimizer, name_tensors(self.model))
 
@@ -71,31 +76,56 @@ class SpmdEngine:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             norm = nn.utils.clip_grad_norm_(parameters, clip_grad)
             grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._stager.settle()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(float(self.optimizer.param_groups[0]["lr"]), grad_norm)
 
-    def snapshot(self, contents: Collection[str]) -> Snapshot:
-        """Plan a save of `model` and `optimizer`, as far as `contents` has them. Not collective.
+    def snapshot(self, contents: Collection[str], *, stage: bool = False, overlap: bool = False) -> StagedSnapshot:
+        """Capture `model` and `optimizer`, as far as `contents` has them, at an optimizer-step boundary. Not collective.
 
-        It refers to the live tensors: `write` must have returned before they change.
+        Without `stage` it refers to the live tensors: `write` must have returned before they change. With it, it is a copy.
+        With `overlap` as well, parameters and optimizer state are still being copied on return: the next optimizer step
+        waits for that, and nothing else may change them. Only one staged snapshot is alive at a time: until it is written
+        or released.
+
+        Raises:
+            SaveFailedError: a part of the state can't be stored, or its copy does not fit into memory (`can_stage`).
         """
+        parts = self._capture(contents)
+        if not stage:
+            return TensorSnapshot(parts, rank=_rank(), world_size=_world_size())
+        if overlap:
+            self._guard_step()
+        return self._stager.stage(parts, rank=_rank(), world_size=_world_size(), overlap=overlap)
+
+    def can_stage(self, contents: Collection[str]) -> str | None:
+        """Say why a staged snapshot would not fit into memory now, or None if it would. Not collective."""
+        return self._stager.find_problem(self._capture(contents), rank=_rank(), world_size=_world_size())
+
+    def _capture(self, contents: Collection[str]) -> dict[str, PartState]:
         self._reshard()
-        tensors = name_tensors(self.model)
-        parts = {}
-        if "model" in contents:
-            require_no_extra_state(self.model)
-            parts["model"] = PartState(tensors)
-        if "optimizer" in contents:
-            parts["optimizer"] = capture_state(self.optimizer, name_parameters(self.optimizer, tensors))
-        return TensorSnapshot(parts, rank=_rank(), world_size=_world_size())
+        return self._tracker.capture(self.model, self.optimizer, contents)
+
+    def _guard_step(self) -> None:
+        """Make every optimizer step wait for copies, also one that is not done by `step_optimizer`."""
+        if not self._is_step_guarded:
+            settle = self._stager.settle
+            self.optimizer.register_step_pre_hook(lambda *_: settle())
+            self._is_step_guarded = True
 
     def restore(self, directory: str, entries: Mapping[str, FileEntry], contents: Collection[str]) -> None:
         """Fill the tensors and replace the optimizer's state; state that the checkpoint does not have is dropped.
 
         Raises and ranks: as `SnapshotEngine.restore` says.
         """
+        self._stager.forget()
+        self._tracker.forget()
         self._reshard()
+        with paused_gc():
+            self._restore(directory, entries, contents)
+
+    def _restore(self, directory: str, entries: Mapping[str, FileEntry], contents: Collection[str]) -> None:
         index = read_index(directory, entries)
         parts = {name: _find_part(index, directory, name) for name in _PARTS if name in contents}
         tensors = name_tensors(self.model)
@@ -107,7 +137,6 @@ class SpmdEngine:
         if "model" in parts:
             read_part(directory, entries, "model", parts["model"], tensors)
         if "optimizer" in parts:
-            self.optimizer.state.clear()
             state, targets = build_state(self.optimizer, parameters, parts["optimizer"])
             read_part(directory, entries, "optimizer", parts["optimizer"], targets)
             self.optimizer.state.update({parameters[name]: values for name, values in state.items() if values})

@@ -38,13 +38,18 @@ def capture_state(optimizer: torch.optim.Optimizer, parameters: NamedParameters)
         for key, value in state.items():
             _require_rebuildable(f"{name}.{key}", value, parameter)
         described[name] = {"shape": list(parameter.shape), "state": trees}
-    names = {id(parameter): name for name, parameter in parameters.items()}
     leaves = {
         "optimizer": type(optimizer).__name__,
-        "param_groups": [_describe_group(group, names) for group in optimizer.param_groups],
+        "param_groups": describe_groups(optimizer, parameters),
         "parameters": described,
     }
     return PartState(tensors, leaves)
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> JSON:
+    """Write the groups and their hyperparameters down for people: they are never loaded."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [_describe_group(group, names) for group in optimizer.param_groups]
 
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, parameters: NamedParameters, part: PartIndex) -> None:
@@ -71,41 +76,69 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, parameters: NamedPa
 def build_state(
     optimizer: torch.optim.Optimizer, parameters: NamedParameters, part: PartIndex
 ) -> tuple[dict[str, dict[str, Any]], Tensors]:
-    """Return new state by parameter name, and its tensors by name in the checkpoint: to be filled, then installed."""
+    """Return new state by parameter name, and its tensors by name in the checkpoint: to be filled, then installed.
+
+    The optimizer's own state is taken out of it; where it fits its memory is used again, for new memory is slow to fill.
+    """
     saved = _find_leaf(part, "parameters")
+    names = {id(parameter): name for name, parameter in parameters.items()}
     tensors: Tensors = {}
     state = {}
     for group in optimizer.param_groups:
-        for name, parameter in parameters.items():
-            if not any(parameter is member for member in group["params"]):
-                continue
+        for parameter in group["params"]:
+            old = optimizer.state.pop(parameter, {})
+            name = names[id(parameter)]
             state[name] = {
-                key: unflatten(tree, _Maker(part, parameter, _find_device(key, parameter, group), tensors).make)
+                key: unflatten(tree, _Maker(part, parameter, _find_device(key, parameter, group), tensors, old.get(key)).make)
                 for key, tree in saved[name]["state"].items()
             }
+    optimizer.state.clear()
     return state, tensors
 
 
 class _Maker:
-    """Makes the tensors of one value of one parameter's state."""
+    """Makes the tensors of one value of one parameter's state; `old` is the value that stood there."""
 
-    def __init__(self, part: PartIndex, parameter: torch.nn.Parameter, device: torch.device, tensors: Tensors) -> None:
+    def __init__(
+        self, part: PartIndex, parameter: torch.nn.Parameter, device: torch.device, tensors: Tensors, old: object
+    ) -> None:
         self._part = part
         self._parameter = parameter
         self._device = device
         self._tensors = tensors
+        self._old = old
 
     def make(self, name: str) -> torch.Tensor:
         canonical = self._part.aliases.get(name, name)
         if canonical not in self._tensors:
-            stored = self._part.tensors[canonical]
-            dtype, shape = TORCH_DTYPES[stored.dtype], stored.grid.shape
-            if shape == tuple(self._parameter.shape) and self._device == self._parameter.device:
-                self._tensors[canonical] = torch.empty_like(self._parameter.detach(), dtype=dtype)
-            else:
-                self._tensors[canonical] = torch.empty(shape, dtype=dtype, device=self._device)
+            self._tensors[canonical] = self._allocate(canonical)
         self._tensors[name] = self._tensors[canonical]
         return self._tensors[name]
+
+    def _allocate(self, canonical: str) -> torch.Tensor:
+        stored = self._part.tensors[canonical]
+        dtype, shape = TORCH_DTYPES[stored.dtype], stored.grid.shape
+        is_alike = shape == self._parameter.shape and self._device == self._parameter.device
+        old, self._old = self._old, None
+        if isinstance(old, torch.Tensor) and (old.dtype, old.shape, old.device) == (dtype, shape, self._device):
+            is_reusable = _owns_memory(old) and (not is_alike or _is_sharded_alike(old, self._parameter))
+            if is_reusable:
+                return old
+        if is_alike:
+            return torch.empty_like(self._parameter.detach(), dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _owns_memory(tensor: torch.Tensor) -> bool:
+    """Say whether nothing else lies in a tensor's memory, as it would in a view of a flat buffer."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.layout == torch.strided and local.untyped_storage().nbytes() == local.nbytes
+
+
+def _is_sharded_alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if isinstance(left, DTensor) and isinstance(right, DTensor):
+        return left.device_mesh == right.device_mesh and left.placements == right.placements
+    return type(left) is torch.Tensor and not isinstance(right, DTensor)
 
 
 def _find_device(key: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> torch.device:
@@ -143,7 +176,6 @@ def _require_rebuildable(name: str, value: object, parameter: torch.Tensor) -> N
 
 
 def _describe_group(group: Mapping[str, Any], names: Mapping[int, str]) -> JSON:
-    """Write a group down for people: it is never loaded."""
     described: dict[str, JSON] = {"params": [names[id(parameter)] for parameter in group["params"]]}
     for key, value in group.items():
         if key != "params":

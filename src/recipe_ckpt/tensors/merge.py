@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recipe_ckpt.errors import SaveFailedError
-from recipe_ckpt.manifest import JSON, digest_bytes, encode_json
-from recipe_ckpt.tensors.index import Box, Chunk, Grid, PartIndex, StoredTensor, TensorIndex
+from recipe_ckpt.manifest import JSON, digest_bytes
+from recipe_ckpt.tensors.index import Box, Chunk, Grid, PartIndex, StoredTensor, TensorIndex, encode_compactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class Declaration:
     leaves: Mapping[str, JSON]
 
     def digest(self) -> str:
-        tensors = [[name, dtype, list(shape)] for name, (dtype, shape) in self.tensors.items()]
-        return digest_bytes(encode_json([tensors, dict(self.aliases), dict(self.leaves)])).hex()
+        tensors = [[name, dtype, shape] for name, (dtype, shape) in self.tensors.items()]
+        return digest_bytes(encode_compactly([tensors, dict(self.aliases), dict(self.leaves)])).hex()
 
 
 def build_fragment(declaration: Declaration, written: Iterable[tuple[int, int, Box]]) -> JSON:
     """Describe one rank's file: `written` has the position, chunk number and box of each chunk in it."""
-    grouped: dict[tuple[int, str], list[int]] = {}
+    grouped: dict[tuple[int, Box], list[int]] = {}
     for position, number, box in written:
-        grouped.setdefault((number, str(box)), []).append(position)
+        grouped.setdefault((number, box), []).append(position)
     return {
         "declares": declaration.digest(),
         "tensor_count": len(declaration.tensors),
-        "chunks": [[number, box, positions] for (number, box), positions in grouped.items()],
+        "chunks": [[number, str(box), positions] for (number, box), positions in grouped.items()],
     }
 
 

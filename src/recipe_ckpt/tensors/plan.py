@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,14 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_D
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """One part of a state: tensors by name (DTensors as they are), and what is not a tensor, as JSON."""
+    """One part of a state: tensors by name (DTensors as they are), and what is not a tensor, as JSON.
+
+    `volatile` names tensors that may change before the next optimizer step: buffers.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     leaves: Mapping[str, JSON] = field(default_factory=dict)
+    volatile: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class PlannedChunk:
     dtype: str
     box: Box
     values: torch.Tensor
+    is_volatile: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -102,20 +107,23 @@ def plan_write(part: str, state: PartState, rank: int, world_size: int) -> Write
         if _number_replica(tensor, rank) == owners[name]:
             kept = [local for local in find_local_boxes(tensor) if local.box.volume or not math.prod(tensor.shape)]
             for number, local in enumerate(kept):
-                chunk_name = build_chunk_name(name, number)
-                chunks.append(PlannedChunk(position, number, chunk_name, declared[name][0], local.box, local.values))
+                names = build_chunk_name(name, number), declared[name][0]
+                chunks.append(PlannedChunk(position, number, *names, local.box, local.values, name in state.volatile))
     _require_distinct_names(part, chunks)
     return WritePlan(part, rank, Declaration(declared, aliases, state.leaves), chunks)
 
 
 def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Map each further name of a tied tensor to its first one."""
-    first: dict[object, str] = {}
+    seen: dict[object, list[tuple[str, torch.Tensor]]] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        canonical = first.setdefault(_identify(tensor), name)
-        if canonical != name:
-            aliases[name] = canonical
+        earlier = seen.setdefault(_find_address(tensor), [])
+        first = next((known for known, other in earlier if _describe_memory(other) == _describe_memory(tensor)), None)
+        if first is None:
+            earlier.append((name, tensor))
+        else:
+            aliases[name] = first
     return aliases
 
 
@@ -156,6 +164,11 @@ def find_local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
     return _find_strided_boxes(tensor, local)
 
 
+def is_plain_memory(values: torch.Tensor) -> bool:
+    """Say whether a tensor is a row-major run of bytes on the host, just as it lies on disk."""
+    return values.is_cpu and values.is_contiguous() and not values.is_conj() and not values.is_neg()
+
+
 def view_bytes(values: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     array: Any = values.reshape(-1).view(torch.uint8).numpy()
@@ -188,11 +201,18 @@ def _find_runs(index: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(start, index[start], stop - start) for start, stop in zip(starts, stops, strict=False)]
 
 
-def _identify(tensor: torch.Tensor) -> object:
-    local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-    if local.layout != torch.strided or local.device.type == "meta" or not local.numel() or not local.data_ptr():
+def _find_address(tensor: torch.Tensor) -> object:
+    """Return what tied tensors have in common at least: their address, or of memoryless ones the identity."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    address = local.data_ptr() if local.layout == torch.strided else 0
+    return address if address and local.numel() else ("object", id(tensor))
+
+
+def _describe_memory(tensor: torch.Tensor) -> object:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.layout != torch.strided:
         return id(tensor)
-    return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride(), tuple(local.shape))
+    return (local.device, local.dtype, tuple(tensor.shape), local.stride(), tuple(local.shape))
 
 
 def _choose_owners(

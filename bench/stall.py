@@ -1,0 +1,117 @@
+"""How long a save keeps training from going on: `python -m bench.stall`.
+
+The limit is one warm `copy_` of the rank's bytes. Overlapped copies are measured as the time that a stretch of computing
+takes longer for them: snapshot, compute, wait as the optimizer step would; less the same computing alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from bench.common import (
+    CONTENTS,
+    Line,
+    Options,
+    Rounds,
+    Samples,
+    build_engine,
+    build_lines,
+    build_tree,
+    count_bytes,
+    count_tensors,
+    describe,
+    median_ms,
+    merge_slowest,
+    parse_options,
+    print_table,
+    run_ranks,
+    shared_folder,
+    subtract,
+    write_json,
+)
+
+LIMIT = "one warm torch copy_"
+STAGED = "snapshot(stage=True)"
+RETURNED = "snapshot(stage=True, overlap=True), until it returns"
+COMPUTE = "computing alone"
+OVERLAPPED = "computing with an overlapped snapshot"
+
+
+def measure(options: Options) -> tuple[int, Samples]:
+    engine = build_engine(options)
+    tree = build_tree(engine)
+    source = torch.ones(count_bytes(engine) // 4)
+    target = torch.ones_like(source)
+    compute = Computing(seconds=0.12)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    rounds = Rounds(options.rounds)
+    with shared_folder(options) as folder:
+        for _ in rounds:
+            rounds.time(LIMIT, lambda: target.copy_(source))
+            rounds.time(STAGED, lambda: engine.snapshot(CONTENTS, stage=True)).release()
+            rounds.time(RETURNED, lambda: engine.snapshot(CONTENTS, stage=True, overlap=True)).release()
+            rounds.time(COMPUTE, compute.run)
+            rounds.time(OVERLAPPED, lambda: _compute_beside(engine, compute)).release()
+            _time_dcp(rounds, "dcp.async_save, cached stager", tree, folder, stager)
+            _time_dcp(rounds, "dcp.async_save, default", tree, folder, None)
+    stager.close()
+    return count_tensors(engine), rounds.samples
+
+
+class Computing:
+    """Matrix products for about so long on one core: forward and backward of a step."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._right = torch.rand(512, 512), torch.rand(512, 512)
+        calibration = Rounds(5)
+        for _ in calibration:
+            calibration.time("one", lambda: self._left @ self._right)
+        self._count = max(1, int(seconds / (median_ms(calibration.samples["one"]) / 1e3)))
+
+    def run(self) -> None:
+        for _ in range(self._count):
+            self._left @ self._right
+
+
+def _compute_beside(engine: Any, compute: Computing) -> Any:
+    snapshot = engine.snapshot(CONTENTS, stage=True, overlap=True)
+    compute.run()
+    snapshot.wait_staged()
+    return snapshot
+
+
+def _time_dcp(rounds: Rounds, name: str, tree: dict[str, Any], folder: str, stager: Any) -> None:
+    path = os.path.join(folder, "dcp")
+    rounds.time(name, lambda: dcp.async_save(tree, checkpoint_id=path, async_stager=stager)).result()
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(path)
+
+
+def main() -> None:
+    ratios = {}
+    for number, options in enumerate(states := parse_options(__doc__, rounds=5)):
+        results = run_ranks(options, measure)
+        tensors, samples = results[0][0], merge_slowest([found for _, found in results])
+        added = subtract(samples, OVERLAPPED, COMPUTE)
+        lines = build_lines({k: v for k, v in samples.items() if k not in (COMPUTE, OVERLAPPED)}, LIMIT, tensors)
+        base = median_ms(samples[LIMIT])
+        ms = median_ms(added)
+        lines.insert(3, Line("... added to computing by it", ms, ms / base, None, (min(added) * 1e3, max(added) * 1e3)))
+        print_table(f"stall: {describe(options, tensors)}", lines)
+        suffix = "_many" if number or (len(states) == 1 and options.tensors >= 1000) else ""
+        ratios[f"stall_over_memcpy{suffix}"] = median_ms(samples[STAGED]) / base
+        ratios[f"stall_us_per_tensor_beyond{suffix}"] = (median_ms(samples[STAGED]) - base) * 1e3 / tensors
+        ratios[f"stall_overlapped_over_memcpy{suffix}"] = ms / base
+    write_json(states[0].json, ratios)
+
+
+if __name__ == "__main__":
+    main()

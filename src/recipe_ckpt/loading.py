@@ -1,0 +1,131 @@
+"""A resume on all ranks: the same candidate, restored by every one of them, or the next one for all."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from recipe_ckpt import layout
+from recipe_ckpt.contents import RunContents
+from recipe_ckpt.coordination import Coordinator
+from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError
+from recipe_ckpt.manifest import decode_json
+from recipe_ckpt.policies import ResumePoint
+from recipe_ckpt.resume import Candidate
+from recipe_ckpt.session import RootSession
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.survey import read_commit, read_files
+
+# Long enough for a network file system's attribute cache.
+_VISIBLE_WITHIN_SECS = 60.0
+
+
+class Resumer:
+    """Restores this rank from the checkpoint on which all ranks agree. `session` is rank 0's, None elsewhere."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        storage: Storage,
+        root: str,
+        contents: RunContents,
+        load_contents: Sequence[str],
+        session: RootSession | None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._storage = storage
+        self._root = root
+        self._contents = contents
+        self._load_contents = load_contents
+        self._session = session
+
+    def open(self) -> str:
+        """Take the root's lease on rank 0, see on all ranks that it is one root, and return the lease's token. Collective."""
+        token = str(self._coordinator.lead(self._open_root))
+        self._coordinator.together(lambda: self._check_root_is_shared(token), lambda _: None)
+        return token
+
+    def resume(self) -> tuple[ResumePoint | None, str | None]:
+        """Restore the run, or nothing for a fresh start; also return where what lay in the root was moved, if it was.
+
+        Collective. Raises: what `CheckpointHandler.load_checkpoint` does.
+        """
+        while (candidate := self._next_candidate()) is not None:
+            damage = self._restore(candidate)
+            if damage is None:
+                break
+            self._refuse(candidate, damage)
+        archived = self._coordinator.lead(lambda: self._leader().start_from(candidate))
+        if candidate is None:
+            return None, archived
+        metrics = self._coordinator.lead(lambda: self._read_metrics(candidate))
+        return ResumePoint(candidate.step, candidate.path, candidate.reason, metrics), archived
+
+    def _open_root(self) -> str:
+        self._leader().open()
+        return self._leader().lease_token
+
+    def _check_root_is_shared(self, token: str) -> None:
+        """Look for rank 0's lease, which a directory of the same name on another node's disk would never show."""
+        path = os.path.join(self._root, layout.LEASE)
+        deadline = time.monotonic() + _VISIBLE_WITHIN_SECS
+        while time.monotonic() < deadline:
+            try:
+                if decode_json(self._storage.read(path), path)["token"] == token:
+                    return
+            except (OSError, DamagedCheckpointError):
+                pass
+            time.sleep(0.05)
+        raise RootNotSharedError(
+            f"checkpoint.default_local_dir: rank {self._coordinator.rank} on {platform.node()} does not see in {self._root}"
+            " what rank 0 wrote there; allowed is a directory that all nodes share (node-local disks are not supported yet)",
+            path=self._root,
+        )
+
+    def _next_candidate(self) -> Candidate | None:
+        found = self._coordinator.lead(lambda: _to_json(self._leader().next_candidate()))
+        return None if found is None else Candidate(**found)
+
+    def _refuse(self, candidate: Candidate, damage: str) -> None:
+        self._coordinator.lead(lambda: self._leader().refuse(candidate, damage))
+
+    def _restore(self, candidate: Candidate) -> str | None:
+        """Restore on every rank; return what is damaged, the same on all, or None. Other failures raise."""
+        together = self._coordinator.together
+        damage: str | None = together(lambda: self._try(candidate, check_only=True), _join_damage)
+        if damage is None:
+            damage = together(lambda: self._try(candidate, check_only=False), _join_damage)
+        return damage
+
+    def _try(self, candidate: Candidate, *, check_only: bool) -> str | None:
+        try:
+            commit = read_commit(self._storage, candidate.path) if candidate.digest else None
+            table = read_files(self._storage, commit) if commit else None
+            if check_only:
+                self._contents.check_foreign(candidate.path, table)
+            else:
+                geometry = commit.manifest.data if commit else None
+                self._contents.restore(candidate.path, table, candidate.step, self._load_contents, geometry)
+        except (DamagedCheckpointError, OSError) as error:
+            return f"rank {self._coordinator.rank}: {error}"
+        return None
+
+    def _read_metrics(self, candidate: Candidate) -> dict[str, float]:
+        metrics = read_commit(self._storage, candidate.path).manifest.metrics if candidate.digest else {}
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _leader(self) -> RootSession:
+        assert self._session is not None, "only rank 0 has a session"
+        return self._session
+
+
+def _to_json(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else asdict(candidate)
+
+
+def _join_damage(found: Sequence[str | None]) -> str | None:
+    return next((damage for damage in found if damage is not None), None)

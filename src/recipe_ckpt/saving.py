@@ -1,0 +1,256 @@
+"""Saves from their capture to their commit, in the caller's thread or in one of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_ckpt.captured import Captured
+from recipe_ckpt.contents import RunContents
+from recipe_ckpt.coordination import Coordinator
+from recipe_ckpt.errors import CheckpointError, SaveFailedError
+from recipe_ckpt.manifest import to_plain
+from recipe_ckpt.policies import SavePolicy
+from recipe_ckpt.retention import Retention
+from recipe_ckpt.session import RootSession
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.store import Staging
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save took on this rank. `stall_secs` is what the training loop waited for it in all.
+
+    `wait` is for the save before, `stage` for the capture, `write` for this rank's files with their fsync, `commit` for the
+    other ranks and for rank 0's commit.
+    """
+
+    step: int
+    size_bytes: int
+    wait_secs: float
+    stage_secs: float
+    write_secs: float
+    commit_secs: float
+    is_async: bool
+
+    @property
+    def stall_secs(self) -> float:
+        blocked = self.wait_secs + self.stage_secs
+        return blocked if self.is_async else blocked + self.write_secs + self.commit_secs
+
+    def describe(self) -> str:
+        how = ", in the background" if self.is_async else ""
+        return (
+            f"saved step {self.step}: {self.size_bytes / 1e6:.1f} MB; waited {self.wait_secs:.3f} s, staged"
+            f" {self.stage_secs:.3f} s, wrote {self.write_secs:.3f} s, committed {self.commit_secs:.3f} s{how}"
+        )
+
+
+class SaveInFlight:
+    """A save that was started; its outcome is asked for once."""
+
+    def __init__(self, step: int, work: Callable[[], SaveReport]) -> None:
+        self.step = step
+        self._work = work
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, *, in_background: bool) -> None:
+        if not in_background:
+            self._run()
+            return
+        # Not a daemon: a process that ends without close() still ends its save.
+        self._thread = threading.Thread(target=self._run, name="recipe-ckpt-save")
+        self._thread.start()
+
+    def wait(self) -> SaveReport:
+        """Return the report when the save is committed on all ranks, or raise what it failed of."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def _run(self) -> None:
+        try:
+            self._report = self._work()
+        except BaseException as error:  # noqa: BLE001 (it surfaces in `wait`)
+            self._error = error
+
+
+class Stopwatch:
+    """Seconds since it was made, or last read."""
+
+    def __init__(self) -> None:
+        self._mark = time.monotonic()
+
+    def read(self) -> float:
+        now = time.monotonic()
+        took, self._mark = now - self._mark, now
+        return took
+
+
+class Saver:
+    """Makes this rank's part of the saves of one root, one at a time. `session` is rank 0's, None elsewhere.
+
+    A save goes: capture; write and fsync; every rank's outcome to rank 0; commit there; rank 0's outcome to every rank.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        storage: Storage,
+        root: str,
+        contents: RunContents,
+        policy: SavePolicy,
+        retention: Retention,
+        session: RootSession | None,
+        token: str,
+    ) -> None:
+        self.last_save: SaveReport | None = None
+        self._coordinator = coordinator
+        self._storage = storage
+        self._root = root
+        self._contents = contents
+        self._policy = policy
+        self._retention = retention
+        self._session = session
+        self._token = token
+        self._saves = 0
+        self._in_flight: SaveInFlight | None = None
+        self._staging_problem: str | None = None
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `CheckpointHandler.save_checkpoint`."""
+        watch = Stopwatch()
+        self.wait()
+        in_background = self._can_save_in_background()
+        waited = watch.read()
+        captured = self._capture(step, in_background)
+        staged = watch.read()
+        staging = self._name_staging(step)
+        facts = self._describe(metrics)
+
+        def work() -> SaveReport:
+            watch.read()
+            size_bytes, write_secs = self._write_and_commit(staging, captured, facts)
+            commit_secs = watch.read() - write_secs
+            report = SaveReport(step, size_bytes, waited, staged, write_secs, commit_secs, in_background)
+            self._log(logging.INFO, report.describe())
+            return report
+
+        self._in_flight = SaveInFlight(step, work)
+        self._in_flight.start(in_background=in_background)
+        if not in_background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the save in flight is committed, if there is one; its failure surfaces here, once."""
+        if self._in_flight is None:
+            return
+        save, self._in_flight = self._in_flight, None
+        try:
+            self.last_save = save.wait()
+        except Exception as error:
+            if isinstance(error, CheckpointError) and error.is_final:
+                raise
+            self._fail(save.step, error)  # whatever an engine raises is a failed save
+
+    def _can_save_in_background(self) -> bool:
+        """Say whether this rank can copy its state; one that can't saves in the blocking way, whatever the others do."""
+        if not self._policy.is_async:
+            return False
+        problem = self._contents.find_staging_problem(self._policy.contents)
+        if problem is not None and problem != self._staging_problem:
+            logger.warning("rank %d saves in the blocking way: %s", self._coordinator.rank, problem)
+        self._staging_problem = problem
+        return problem is None
+
+    def _capture(self, step: int, in_background: bool) -> Captured | Exception:
+        """Take this rank's state; a failure is kept, so that the other ranks hear of it where they wait for this one."""
+        try:
+            return self._contents.capture(step, self._policy.contents, stage=in_background)
+        except Exception as error:  # noqa: BLE001 (raised in `write`)
+            return error
+
+    def _name_staging(self, step: int) -> Staging:
+        """Name the directory of this save; all ranks count their saves alike, so they need not ask."""
+        self._saves += 1
+        return Staging.of(self._root, step, f"{self._token[:8]}{self._saves:04x}")
+
+    def _write_and_commit(
+        self, staging: Staging, captured: Captured | Exception, facts: Mapping[str, Any]
+    ) -> tuple[int, float]:
+        """Write on this rank, and commit on rank 0 when all have; return the checkpoint's bytes, and the writing's time."""
+        watch = Stopwatch()
+        write_secs = 0.0
+
+        def write() -> dict[str, Any]:
+            nonlocal write_secs
+            if isinstance(captured, Exception):
+                raise captured
+            if self._session is not None:
+                self._session.begin(staging)
+            part = captured.write(staging.path, self._storage)
+            write_secs = watch.read()
+            return part
+
+        def commit(parts: list[Any]) -> int:
+            assert isinstance(captured, Captured)
+            assert self._session is not None
+            entries = captured.finish(staging.path, self._storage, parts)
+            self._session.commit(staging, entries, facts)
+            return sum(entry.size_bytes for entry in entries)
+
+        try:
+            size_bytes = int(self._coordinator.together(write, commit))
+        except BaseException:
+            if self._session is not None:
+                self._session.abandon(staging)
+            raise
+        finally:
+            if isinstance(captured, Captured):
+                captured.release()
+        if self._session is not None:
+            self._session.prune(self._retention)
+        return size_bytes, write_secs
+
+    def _describe(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "world_size": self._coordinator.world_size,
+            "dp_size": self._contents.dp_size,
+            "contents": tuple(self._policy.contents),
+            "data": self._contents.describe_data(),
+            "metrics": to_plain({name: float(value) for name, value in metrics.items()}),  # a loss may be NaN
+            "versions": _list_versions(),
+        }
+
+    def _fail(self, step: int, error: Exception) -> None:
+        message = f"step {step}: not saved to {self._root}: {type(error).__name__}: {error}"
+        if self._policy.on_failure == "raise":
+            raise SaveFailedError(message, step=step, path=self._root) from error
+        self._log(logging.ERROR, f"{message}; training goes on (checkpoint.on_save_failure=warn)")
+
+    def _log(self, level: int, message: str) -> None:
+        if self._coordinator.rank == 0:
+            logger.log(level, message)
+
+
+def _list_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("recipe-ckpt", "torch", "torchdata"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -116,9 +116,8 @@ def build_works(ranks: int, tensors: int) -> dict[str, Callable[[], Any]]:
     declaration, fragments = build_fragments(ranks, 300)
     index = build_index(tensors)
     encoded = index.encode()
-    print(
-        f"file table {len(FileTable.of(entries).encode()) / 1e6:.1f} MB, index of {tensors} tensors {len(encoded) / 1e6:.1f} MB"
-    )
+    table_mb = len(FileTable.of(entries).encode()) / 1e6
+    print(f"file table {table_mb:.1f} MB, index of {tensors} tensors {len(encoded) / 1e6:.1f} MB")
     return {
         f"{ranks} ranks: file table": lambda: FileTable.of(entries).encode(),
         f"{ranks} ranks: index of 300 tensors": lambda: merge_fragments({"model": declaration}, fragments).encode(),

@@ -12,7 +12,8 @@ import multiprocessing
 import random
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipe_ckpt.sft.loop import open_run, train
@@ -21,13 +22,14 @@ from tests.toy import compose_toy, train_toy
 
 SAVE_EVERY = 2
 LAUNCH_TIMEOUT_SECS = 120.0
-RECIPE = ("trainer.total_training_steps=60", f"trainer.save_freq={SAVE_EVERY}", "checkpoint.max_ckpt_to_keep=2")
+RECIPE = ("trainer.total_training_steps=200", f"trainer.save_freq={SAVE_EVERY}", "checkpoint.max_ckpt_to_keep=2")
 
 
 @dataclass
 class Tally:
-    """What happened; `lost` is, for each resume, how many trained steps were trained again."""
+    """What happened; `lost` is, for each resume, how many trained steps were trained again, of which so many are `allowed`."""
 
+    allowed: int
     kills: int = 0
     runs: int = 0
     resumes: int = 0
@@ -43,25 +45,26 @@ class Tally:
         )
 
 
-def kill_runs(rounds: int, folder: Path, seed: int) -> Tally:
+def kill_runs(rounds: int, folder: Path, seed: int, overrides: Sequence[str] = ()) -> Tally:
     """Run, kill and relaunch until `rounds` launches were killed and the last run is done."""
     chance = random.Random(seed)
     twin_audit = folder / "twin.jsonl"
-    train_toy("checkpoint=none", *RECIPE, f"trainer.audit_file={twin_audit}")
+    train_toy("checkpoint=none", *RECIPE, *overrides, f"trainer.audit_file={twin_audit}")
     twin = read_steps(twin_audit)
-    tally = Tally()
+    # In the background a save may be in flight while the steps up to the next one are trained.
+    tally = Tally(allowed=2 * SAVE_EVERY if "checkpoint.async_save=true" in overrides else SAVE_EVERY)
     while tally.kills < rounds:
         run = folder / f"run-{tally.runs}"
         run.mkdir()
-        finish_one_run(run, chance, rounds, tally)
+        places = (f"checkpoint.default_local_dir={run}/ck", f"trainer.audit_file={run}/audit.jsonl")
+        finish_one_run(run, compose_toy(*RECIPE, *overrides, *places), chance, rounds, tally)
         if read_steps(run / "audit.jsonl") != twin:
             tally.faults.append(f"{run}: the audit differs from the twin's")
         tally.runs += 1
     return tally
 
 
-def finish_one_run(run: Path, chance: random.Random, rounds: int, tally: Tally) -> None:
-    recipe = compose_toy(*RECIPE, f"checkpoint.default_local_dir={run}/ck", f"trainer.audit_file={run}/audit.jsonl")
+def finish_one_run(run: Path, recipe: Recipe, chance: random.Random, rounds: int, tally: Tally) -> None:
     while True:
         trained = last_step(run / "audit.jsonl")
         launch = multiprocessing.get_context("fork").Process(target=train_to_the_end, args=(recipe, str(run)))
@@ -80,7 +83,7 @@ def finish_one_run(run: Path, chance: random.Random, rounds: int, tally: Tally) 
 
 
 def train_to_the_end(recipe: Recipe, run: str) -> None:
-    with open_run(replace(recipe)) as current:
+    with open_run(recipe) as current:
         with open(f"{run}/starts.txt", "a", encoding="ascii") as starts:
             starts.write(f"{current.step}\n")
         for _ in train(current):
@@ -96,7 +99,7 @@ def count_resume(run: Path, trained: int, tally: Tally) -> None:
         return
     tally.resumes += 1
     tally.lost.append(trained - int(starts[-1]))
-    if tally.lost[-1] > SAVE_EVERY:
+    if tally.lost[-1] > tally.allowed:
         tally.faults.append(f"{run}: {trained} steps were trained, and the next launch started at {starts[-1]}")
 
 
@@ -117,9 +120,10 @@ def main() -> int:
     parser.add_argument("what", choices=["kill"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="of the configuration, such as checkpoint.async_save=true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tally = kill_runs(arguments.rounds, Path(folder), arguments.seed)
+        tally = kill_runs(arguments.rounds, Path(folder), arguments.seed, arguments.overrides)
     sys.stdout.write(tally.describe() + "\n")
     return 1 if tally.faults else 0
 

@@ -19,7 +19,7 @@ from tests.tiny import Run, list_steps, make_checkpoints, resume, run_in_child, 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 FORK = multiprocessing.get_context("fork")
-ME = Owner("t1", "host", "boot", "ns", 7, "100", "launch-1", 0)
+ME = Owner("t1", "host", "boot", "ns", 7, "100", 12, "launch-1", 0)
 OTHER = replace(ME, token="t2", pid=8, pid_started="200", launch_id="launch-2")
 
 
@@ -29,6 +29,8 @@ OTHER = replace(ME, token="t2", pid=8, pid_started="200", launch_id="launch-2")
     [
         (OTHER, "200", Standing.HELD),
         (OTHER, None, Standing.FREE),
+        (replace(OTHER, root_id=13), "200", Standing.UNKNOWN),
+        (replace(OTHER, root_id=13), "201", Standing.FREE),
         (OTHER, "201", Standing.FREE),
         (replace(OTHER, launch_id="launch-1"), "200", Standing.FREE),
         (replace(OTHER, launch_id="launch-1", host="elsewhere"), None, Standing.FREE),

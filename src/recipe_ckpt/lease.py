@@ -31,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lease. `pid_namespace` tells containers on one host apart, `pid_started` a pid that was used again."""
+    """Who holds a lease.
+
+    `pid_namespace` tells containers on one host apart, `pid_started` a pid that was used again, `root_id` (the directory's
+    inode) a copied root from the one that its owner writes into.
+    """
 
     token: str
     host: str
@@ -39,6 +43,7 @@ class Owner:
     pid_namespace: str
     pid: int
     pid_started: str
+    root_id: int
     launch_id: str
     beat: int
 
@@ -52,6 +57,7 @@ class Owner:
             pid_namespace=_read_pid_namespace(),
             pid=pid,
             pid_started=read_pid_start(pid) or "",
+            root_id=0,
             launch_id=launch_id,
             beat=0,
         )
@@ -78,7 +84,9 @@ def judge(found: Owner, me: Owner, *, pid_start: str | None) -> Standing:
         return Standing.FREE
     if found.pid_namespace != me.pid_namespace or not found.pid_started:
         return Standing.UNKNOWN
-    return Standing.HELD if pid_start == found.pid_started else Standing.FREE
+    if pid_start != found.pid_started:
+        return Standing.FREE
+    return Standing.HELD if found.root_id == me.root_id else Standing.UNKNOWN
 
 
 class Lease:
@@ -106,11 +114,12 @@ class Lease:
         return self._me.token
 
     def acquire(self) -> None:
-        """Become the root's writer.
+        """Become the writer of the root, which exists.
 
         Raises:
             LeaseHeldError: another process lives and writes here; the message names it.
         """
+        self._me = replace(self._me, root_id=self._storage.directory_id(os.path.dirname(self._path)))
         while not self._storage.create_exclusive(self._path, self._encode()):
             found = self._read_bytes()
             if found is not None and self._may_replace(self._decode(found)):

@@ -1,7 +1,8 @@
 """Kill a run again and again, at random instants, until it is done; then compare it with a run that nobody killed.
 
 `python -m tests.stress kill --rounds 200`. A round is one launch that ends by SIGKILL. Runs follow each other, each in a new
-root, until so many rounds are over. The exit code is 1 if any run lost more than a save interval, or did not end as its twin.
+root, until so many rounds are over. The exit code is 1 if any run lost more than a save interval (with saves in the
+background: two), or did not end as its twin.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RECIPE = ("trainer.total_training_steps=200", f"trainer.save_freq={SAVE_EVERY}",
 
 @dataclass
 class Tally:
-    """What happened; `lost` is, for each resume, how many trained steps were trained again, of which so many are `allowed`."""
+    """What happened; `lost` is, for each resume, how many trained steps were trained again, at most the `allowed` ones."""
 
     allowed: int
     kills: int = 0

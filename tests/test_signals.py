@@ -52,6 +52,8 @@ class Interrupting:
             self._interrupt()
             yield item
 
+    last_save = None
+
     def save_checkpoint(self, step, *, metrics=None):
         self._interrupt()
         self.inner.save_checkpoint(step, metrics=metrics)

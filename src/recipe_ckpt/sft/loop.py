@@ -163,6 +163,7 @@ def train(run: Run, stop: StopRequest | None = None) -> Iterator[int]:
             if is_due(run.step, trainer.save_freq, run.total_steps) or wishes.has_any:
                 reporter.flush()  # a resume draws on from the checkpoint: what is before it must be there
                 run.handler.save_checkpoint(run.step, metrics=run.metrics)
+                reporter.report_save(run.handler.last_save)
                 wishes.note_save()
             yield run.step
             if wishes.signal and run.step < run.total_steps:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from recipe_ckpt.config import TrainerConfig
+from recipe_ckpt.saving import SaveReport
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Reporter:
         self._stack = ExitStack()
         self._bar: Any = None
         self._curves: Any = None
+        self._drawn_save = -1
         if self._has_console:
             self._stack.enter_context(logging_redirect_tqdm())
             # disable=None: no bar where nobody looks at it, in files and pipes
@@ -69,6 +71,15 @@ class Reporter:
         self._draw(step, {"val/loss": loss})
         if self._has_console:
             log.info("step %d/%d  val loss %.4f", step, self._total_steps, loss)
+
+    def report_save(self, save: SaveReport | None) -> None:
+        """Draw the phases of the last finished save: in the background, that is the one before."""
+        if save is None or save.step == self._drawn_save:
+            return
+        self._drawn_save = save.step
+        seconds = {"wait": save.wait_secs, "stage": save.stage_secs, "write": save.write_secs, "commit": save.commit_secs}
+        self._draw(save.step, {f"save/{phase}_secs": took for phase, took in seconds.items()})
+        self._draw(save.step, {"save/stall_secs": save.stall_secs, "save/size_mb": save.size_bytes / 1e6})
 
     def flush(self) -> None:
         if self._curves is not None:

@@ -51,7 +51,7 @@ def build_root(root: str, steps: int) -> None:
         os.mkdir(folder)
         with open(os.path.join(folder, layout.MANIFEST), "wb") as file:
             file.write(manifest)
-        entries.append(BranchEntry(step, step, digest_manifest(manifest)))
+        entries.append(BranchEntry(step, step, digest_manifest(manifest), {"loss": 1.0}))
     with open(os.path.join(root, layout.RUN_RECORD), "wb") as file:
         file.write(RunRecord("lineage", steps, tuple(reversed(entries))).encode())
     with open(os.path.join(root, layout.TRACKER), "w") as file:

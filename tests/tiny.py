@@ -155,6 +155,16 @@ def list_steps(root: Any) -> list[int]:
     return sorted(int(name[12:]) for name in names)
 
 
+def cut_in_half(path: Any) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Any) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def run_in_child(work: Callable[[], Any]) -> int:
     """Run `work` in a forked process that ends without cleaning up, and return its exit code (-9: killed)."""
     pid = os.fork()

@@ -32,7 +32,8 @@ OTHER = replace(ME, token="t2", pid=8, pid_started="200", launch_id="launch-2")
         (replace(OTHER, root_id=13), "200", Standing.UNKNOWN),
         (replace(OTHER, root_id=13), "201", Standing.FREE),
         (OTHER, "201", Standing.FREE),
-        (replace(OTHER, launch_id="launch-1"), "200", Standing.FREE),
+        (replace(OTHER, launch_id="launch-1"), "200", Standing.HELD),
+        (replace(OTHER, launch_id="launch-1"), None, Standing.FREE),
         (replace(OTHER, launch_id="launch-1", host="elsewhere"), None, Standing.FREE),
         (replace(OTHER, host="elsewhere"), None, Standing.UNKNOWN),
         (replace(OTHER, host="elsewhere", boot_id="other"), None, Standing.UNKNOWN),
@@ -113,10 +114,10 @@ def test_killed_writer_is_replaced_at_once(tmp_path, holder):
     assert resume(tmp_path) == 20
 
 
-def test_paused_writer_of_a_dead_lease_publishes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch-1")
+def test_paused_writer_whose_lease_was_taken_publishes_nothing(tmp_path):
     with Run(tmp_path) as paused:
         paused.save(10)
+        (tmp_path / ".lease.json").unlink()
         with Run(tmp_path) as other:
             other.save(20)
             staging = Staging.of(str(tmp_path), 30, "abc")

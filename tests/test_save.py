@@ -297,3 +297,14 @@ def test_trainer_state_is_readable_facts(tmp_path):
     make_checkpoints(tmp_path, 3, extra_state={"lr": State({"n": 1})})
     facts = json.loads((tmp_path / "global_step_3" / "trainer_state.json").read_text())
     assert facts == {"step": 3, "data": {"samples_consumed": 3, "dataset_len": 64}, "extra": {"lr": {"n": 1}}}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "a/b", "", "..", "data_0.pt", "rng_3.pt", "model-0.safetensors"])
+def test_document_with_a_name_that_a_checkpoint_uses_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="documents: found"):
+        Run(tmp_path, documents={name: ""})
+
+
+def test_extra_state_with_a_name_that_is_no_files_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="extra_state: found 'a/b'"):
+        Run(tmp_path, extra_state={"a/b": None})

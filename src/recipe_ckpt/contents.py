@@ -192,6 +192,8 @@ class RunContents:
             data_state.restore_loader(
                 self.loader, state, step, geometry, self.describe_data(), on_mismatch=self.on_data_mismatch
             )
+        else:
+            logger.warning("train_dataloader has neither a positioned sampler nor a state: its data starts over")
 
     def _read_loader_state(self, directory: str, table: FileTable | None, geometry: Mapping[str, Any] | None) -> Any:
         name = layout.build_data_name(self._first.get_data_parallel_rank())
@@ -246,6 +248,20 @@ def _is_plain(value: object) -> bool:
         return bool(to_plain(value) == value)
     except TypeError:
         return False
+
+
+def check_names(documents: Collection[str], extra_state: Collection[str]) -> None:
+    """Refuse names that can't stand as files in a step directory.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for key, name, file in [
+        *(("documents", name, name) for name in documents),
+        *(("extra_state", name, layout.build_extra_name(name)) for name in extra_state),
+    ]:
+        if not layout.is_free_name(file):
+            raise ConfigError(key, name, "a file name that a checkpoint does not use itself", "Choose another name.")
 
 
 def name_engines(engine: Engine | Mapping[str, Engine]) -> dict[str, Engine]:

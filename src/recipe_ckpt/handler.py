@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from recipe_ckpt.contents import RunContents, Stateful, name_engines
+from recipe_ckpt.contents import RunContents, Stateful, check_names, name_engines
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
 from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.errors import CheckpointError, ConfigError
@@ -85,6 +85,7 @@ class CheckpointHandler:
             }
         )
         _refuse_ray(mode)
+        check_names(documents or (), extra_state or ())
         self.root: str = settled["default_local_dir"]
         self.resume_point: ResumePoint | None = None
         self._retention = replace(retention or Retention(), max_to_keep=settled["max_ckpt_to_keep"])

@@ -36,6 +36,7 @@ _DISPLACED = re.compile(rf"global_step_{_STEP}\.by-([0-9a-f]+)", re.ASCII)
 _TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, (TRACKER, RUN_RECORD, LEASE, ARCHIVING)))})\.[0-9a-f]{{32}}\.tmp", re.ASCII
 )
+_OWN_FILE = re.compile(r"(data_[0-9]+|rng_[0-9]+)\.pt|.*\.safetensors", re.ASCII)
 _VERL_MODEL_SHARD = re.compile(r"model_world_size_([1-9][0-9]*)_rank_(0|[1-9][0-9]*)\.pt", re.ASCII)
 
 
@@ -79,6 +80,12 @@ def parse_displaced_name(name: str) -> tuple[int, str] | None:
 def is_temporary_name(name: str) -> bool:
     """Say whether a file in a root is what an interrupted replacement of a small file left behind."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_free_name(name: str) -> bool:
+    """Say whether a recipe may put a file of this name into a step directory."""
+    ours = {MANIFEST, FILE_TABLE, TRAINER_STATE, LORA_META, TENSOR_INDEX, "", ".", ".."}
+    return name not in ours and "/" not in name and _OWN_FILE.fullmatch(name) is None
 
 
 def build_data_name(dp_rank: int) -> str:

@@ -1,8 +1,9 @@
 """One writer per root.
 
 The lease is a file that says who writes: host, boot, pid and its start time, launch, and a counter that the owner beats
-every 10 s. A dead owner on this host, or an owner of the same launch, is replaced at once. An owner elsewhere can't be
-looked at, so its counter is watched on our own clock; no two machines' clocks are compared.
+every 10 s. A dead owner on this host is replaced at once, and so is an owner elsewhere of the same launch, which was
+restarted here. Another owner elsewhere can't be looked at, so its counter is watched on our own clock; no two machines'
+clocks are compared.
 """
 
 from __future__ import annotations
@@ -76,17 +77,13 @@ class Standing(Enum):
 
 def judge(found: Owner, me: Owner, *, pid_start: str | None) -> Standing:
     """Decide about a lease; `pid_start` is when the process of that pid here was started, None if there is none."""
-    if found.launch_id == me.launch_id:
-        return Standing.FREE
-    if found.host != me.host:
-        return Standing.UNKNOWN
-    if found.boot_id != me.boot_id:
-        return Standing.FREE
-    if found.pid_namespace != me.pid_namespace or not found.pid_started:
-        return Standing.UNKNOWN
-    if pid_start != found.pid_started:
-        return Standing.FREE
-    return Standing.HELD if found.root_id == me.root_id else Standing.UNKNOWN
+    is_here = (found.host, found.boot_id, found.pid_namespace) == (me.host, me.boot_id, me.pid_namespace)
+    if is_here and found.pid_started:
+        if pid_start != found.pid_started:
+            return Standing.FREE
+        return Standing.HELD if found.root_id == me.root_id else Standing.UNKNOWN
+    has_rebooted = found.host == me.host and found.boot_id != me.boot_id
+    return Standing.FREE if has_rebooted or found.launch_id == me.launch_id else Standing.UNKNOWN
 
 
 class Lease:

@@ -113,7 +113,11 @@ class RootSession:
         self._store.abandon(staging)
 
     def prune(self, retention: Retention) -> list[int]:
-        return self._store.prune(retention)
+        try:
+            return self._store.prune(retention)
+        except OSError as error:
+            logger.warning("%s: nothing was pruned, will be tried again: %s", self._store.root, error)
+            return []
 
     def close(self) -> None:
         self._lease.release()

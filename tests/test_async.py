@@ -174,7 +174,18 @@ def test_a_tolerated_failure_is_an_error_in_the_log(tmp_path, caplog):
     storage.go_on.set()
     with launch(tmp_path, storage, WARN) as run:
         run.save(4)
+        run.handler.wait()
+        storage.error = None
+        run.save(8)
     assert "step 4: not saved" in caplog.text
+    assert list_steps(tmp_path) == [8]
+
+
+def test_a_tolerated_failure_of_the_last_save_is_raised_at_the_end(tmp_path):
+    storage = SlowStorage(error=OSError(28, "No space left on device"))
+    storage.go_on.set()
+    with pytest.raises(SaveFailedError, match="step 4: .*make room there"), launch(tmp_path, storage, WARN) as run:
+        run.save(4)
 
 
 def test_a_state_that_can_not_be_copied_is_saved_while_training_waits(tmp_path, caplog):

@@ -228,6 +228,22 @@ def test_pinned_step_stays_and_is_not_counted(tmp_path):
 
 
 @pytest.mark.case("C213")
+def test_going_back_deletes_nothing_that_was_newer(tmp_path, caplog):
+    make_checkpoints(tmp_path, 10, 20, 30, 40)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    with Run(tmp_path, max_ckpt_to_keep=1) as run:
+        run.save(30)
+    assert list_steps(tmp_path) == [30]
+    assert list_steps(tmp_path / "archive/left-behind") == [30, 40]
+    assert "it lies in" in caplog.text
+
+
+def test_best_metric_that_no_save_has_is_warned_about_once(tmp_path, caplog):
+    with Run(tmp_path, retention=Retention(best=1, best_metric="val/los"), max_ckpt_to_keep=1) as run:
+        run.save(10, 20)
+    assert caplog.text.count("checkpoint.best_metric: 'val/los' is not among this save's ['loss']") == 1
+
+
 def test_symlinked_step_is_resumed_and_pruning_takes_the_link_only(tmp_path):
     make_checkpoints(tmp_path / "run", 10, 20)
     shutil.move(tmp_path / "run" / "global_step_20", tmp_path / "disk2")

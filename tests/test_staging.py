@@ -20,17 +20,17 @@ LARGE = 3 << 20  # elements: above what is copied in the background
 
 
 class Wide(nn.Module):
-    """Tensors that are large enough for the background, among them a buffer that the forward changes."""
+    """Tensors that are large enough for the background, the last in the file a buffer that the forward changes."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(LARGE))
         self.other = nn.Parameter(torch.rand(3 * LARGE))
         self.small = nn.Parameter(torch.rand(3))
-        self.register_buffer("history", torch.zeros(LARGE))
+        self.register_buffer("zone", torch.zeros(LARGE))
 
     def forward(self, scale):
-        self.history.add_(1)
+        self.zone.add_(1)
         return (self.weight.square().sum() + self.other.sum() + self.small.sum()) * scale
 
 
@@ -104,19 +104,43 @@ def test_state_may_change_as_soon_as_a_staged_snapshot_is_taken(tmp_path):
     assert write(snapshot, tmp_path / "staged") == expected
 
 
-@pytest.mark.parametrize("how", ["engine", "optimizer", "state dict"])
-def test_next_optimizer_step_waits_for_an_overlapped_copy(tmp_path, how):
+@pytest.mark.parametrize("how", ["engine", "optimizer", "restore"])
+def test_what_changes_the_state_waits_for_an_overlapped_copy(tmp_path, how):
     engine = build_wide()
+    other = restorable(save_to(engine, tmp_path / "other"))
+    step_wide(engine, 2)
     expected = save(engine, tmp_path / "blocking")
+    engine.snapshot(CONTENTS, stage=True).release()  # makes the plan: from now on the copies start at once
+    engine.model(0.1).backward()
+    engine.model.zone.sub_(1)
     snapshot = engine.snapshot(CONTENTS, stage=True, overlap=True)
-    if how == "state dict":
-        engine.restore(*restorable(tmp_path / "blocking"), CONTENTS)
+    if how == "restore":
+        engine.restore(*other, CONTENTS)
     else:
-        engine.model(0.1).backward()
-        engine.step_optimizer(2) if how == "engine" else engine.optimizer.step()
-    with torch.no_grad():
-        engine.model.weight.fill_(7)
+        engine.step_optimizer(3) if how == "engine" else engine.optimizer.step()
     assert write(snapshot, tmp_path / "staged") == expected
+
+
+def save_to(engine, directory):
+    save(engine, directory)
+    return directory
+
+
+class Slow:
+    is_done = False
+
+    def run(self):
+        threading.Event().wait(0.05)
+        self.is_done = True
+
+
+def test_settling_and_releasing_wait_for_copies_in_the_background():
+    for end in (Copying.settle, Copying.wait, Copying.end):
+        slow = Slow()
+        copying = Copying([ImageCopies([], [slow], [])])
+        copying.start(overlap=True)
+        end(copying)
+        assert slow.is_done
 
 
 def restorable(directory):

@@ -16,9 +16,10 @@ REPO = Path(__file__).parents[1]
 SMALL = ["model.hidden_size=32", "model.num_layers=1", "data.train_batch_size=16", "launch.num_threads=1"]
 
 
-def start(tmp_path, *arguments, python=()):
+def start(tmp_path, *arguments, python=(), without_cuda=False):
     command = [sys.executable, *python, str(REPO / "scripts" / "train.py"), *arguments]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if without_cuda else None
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_help_shows_every_group_and_key(tmp_path):
@@ -126,6 +127,32 @@ def test_a_missing_extra_is_told_with_the_pip_line(monkeypatch, module, model, d
         ConfigError, match=rf'{key}: .*needs {module}, which is not installed.*pip install "recipe-ckpt\[sft\]"'
     ):
         validation.validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trainer.device=cuda"], "ConfigError: trainer.device: found 'cuda'; allowed: auto or cpu"),
+        (
+            ["-m", "optim.lr=1e-3,1e-4"],
+            r"ConfigError: checkpoint.run_subdir: found ''; .*'checkpoint.run_subdir=lr_\$\{optim.lr\}'",
+        ),
+    ],
+)
+def test_what_this_machine_or_a_sweep_can_not_do_ends_with_one_clear_message(tmp_path, arguments, message):
+    done = start(tmp_path, *arguments, without_cuda=True)
+    assert done.returncode == 1
+    assert re.search(message, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_sweep_whose_jobs_have_roots_of_their_own_trains_each(tmp_path):
+    short = [*SMALL, "trainer.total_training_steps=2", "trainer.logger=[]", "data.train_samples=32", "data.val_samples=0"]
+    done = start(tmp_path, "-m", *short, "optim.lr=1e-3,1e-4", "checkpoint.run_subdir=lr_${optim.lr}")
+    assert done.returncode == 0, done.stderr
+    root = tmp_path / "checkpoints" / "sft" / "test"
+    assert [(root / job / "global_step_2").is_dir() for job in ("lr_0.001", "lr_0.0001")] == [True, True]
 
 
 @pytest.mark.case("C1101")

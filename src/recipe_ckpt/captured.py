@@ -17,7 +17,8 @@ class Captured:
     """What a save holds of this rank. Folders are the engines' names, `""` for a single one.
 
     Of the snapshots `staged` are copies. `files` are this rank's small files, `shared_files` those that rank 0 writes for
-    all. `foreign` engines write their own format, and are not a copy: they are written before training goes on.
+    all, `facts` fields of the manifest. `foreign` engines write their own format, and are not a copy: they are written
+    before training goes on.
     """
 
     step: int
@@ -27,6 +28,7 @@ class Captured:
     foreign: dict[str, Engine] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     shared_files: dict[str, bytes] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def release(self) -> None:
         """Give the copies up, written or not: the next save makes its own."""

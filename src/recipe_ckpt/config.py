@@ -84,7 +84,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Copy the state and write it in the background, while training goes on; false waits until it is durable."""
     on_save_failure: FailurePolicy = FailurePolicy["raise"]
-    """raise: a failed save stops the run; warn: it is logged as an error and training goes on."""
+    """raise: a failed save stops the run; warn: it is an error in the log, and training goes on. The last must succeed."""
     on_data_mismatch: MismatchPolicy = MismatchPolicy["raise"]
     """When the data set is not the one of the checkpoint. raise: stop; restart: start the epoch over."""
     rank_timeout_secs: int = 600

@@ -11,7 +11,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +50,18 @@ class SoloCoordinator:
         """Nothing is held."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How soon silence is noticed. After `dead_after_secs` without a beat a process counts as dead or stopped.
+
+    Rank 0, with which the store ends, waits at its end up to `farewell_secs` for the others to read its last word.
+    """
+
+    beat_secs: float = 5.0
+    dead_after_secs: float = 45.0
+    farewell_secs: float = 5.0
+
+
 class SpmdCoordinator:
     """Ranks that exchange messages through a c10d store of their own.
 
@@ -63,15 +77,19 @@ class SpmdCoordinator:
         world_size: int,
         *,
         rank_timeout_secs: float,
+        pace: Pace = Pace(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._timeout_secs = rank_timeout_secs
+        self._pace = pace
         self._clock = clock
-        self._pulse = Pulse(store, rank)
-        self._seen = PulseWatch(store, clock)
+        self._pulse = Pulse(store, rank, pace)
+        self._seen = PulseWatch(store, clock, pace)
+        self._answers = 0
+        self._is_cut_off = False
         self._exchange = 0
         self._cleaned = 0
 
@@ -130,7 +148,7 @@ class SpmdCoordinator:
         self._pulse.stop()
         try:
             if self.rank:
-                self._store.queue_push(_FAREWELLS, str(self.rank))
+                self._ask(lambda: self._store.queue_push(_FAREWELLS, str(self.rank)))
             else:
                 self._await_farewells()
         except RuntimeError:
@@ -138,7 +156,7 @@ class SpmdCoordinator:
         self._store = None
 
     def _await_farewells(self) -> None:
-        deadline = self._clock() + FAREWELL_SECS
+        deadline = self._clock() + self._pace.farewell_secs
         for pause_secs in _pauses():
             if self._store.queue_len(_FAREWELLS) >= self.world_size - 1 or self._clock() > deadline:
                 return
@@ -148,15 +166,15 @@ class SpmdCoordinator:
         try:
             message = json.dumps({"rank": self.rank, "value": work()})
         except BaseException as error:
+            is_too_late = self._ask(lambda: self._store.check([self._key("verdict")]))
             self._push(json.dumps({"rank": self.rank, **_describe(self.rank, error)}))
-            if self._store.check([self._key("verdict")]):  # rank 0 failed before, and this may well follow from that
+            if is_too_late:  # rank 0 failed before, and this may well follow from that
                 self._read_verdict(self._timeout_secs)
             raise
         self._push(message)
 
     def _push(self, message: str) -> None:
-        with _rank_0_errors():
-            self._store.queue_push(self._key("in"), message)
+        self._ask(lambda: self._store.queue_push(self._key("in"), message))
 
     def _gather(self, mine: Any) -> list[Any]:
         results = {0: mine}
@@ -178,7 +196,8 @@ class SpmdCoordinator:
                 return dict(json.loads(self._store.queue_pop(self._key("in"))))
             silent = sorted(set(range(self.world_size)) - set(results))
             if dead := self._seen.find_dead(silent):
-                raise RankError(f"ranks {dead} of {self.world_size} are dead or stopped: no pulse for {DEAD_AFTER_SECS:g} s")
+                silence = f"no pulse for {self._pace.dead_after_secs:g} s"
+                raise RankError(f"ranks {dead} of {self.world_size} are dead or stopped: {silence}")
             if self._clock() > deadline:
                 raise RankTimeoutError(
                     f"ranks {silent} of {self.world_size} did not answer within {self._timeout_secs:g} s: stuck, or not"
@@ -197,35 +216,65 @@ class SpmdCoordinator:
         return json.loads(text)["value"]
 
     def _read_verdict(self, timeout_secs: float) -> Any:
-        deadline = self._clock() + timeout_secs
-        key = self._key("verdict")
-        with _rank_0_errors():
-            for pause_secs in _pauses():
-                if self._store.check([key]):
-                    break
-                if self._clock() > deadline:
-                    raise RankTimeoutError(f"rank 0 did not answer within {timeout_secs:g} s")
-                time.sleep(pause_secs)
-            verdict = json.loads(self._store.get(key))
+        verdict = json.loads(self._ask(lambda: self._poll_verdict(timeout_secs)))
         if "error" in verdict:
             raise RankError(verdict["error"], is_final=verdict["is_final"])
         return verdict["value"]
+
+    def _poll_verdict(self, timeout_secs: float) -> bytes:
+        deadline = self._clock() + timeout_secs
+        key = self._key("verdict")
+        for pause_secs in _pauses():
+            is_given = self._store.check([key])
+            self._answers += 1
+            if is_given:
+                break
+            if self._clock() > deadline:
+                raise RankTimeoutError(f"rank 0 did not answer within {timeout_secs:g} s")
+            time.sleep(pause_secs)
+        return bytes(self._store.get(key))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Ask rank 0's store, in a thread: c10d waits for good for a process that is stopped, or a node that is cut off."""
+        if self._is_cut_off:  # its client hangs in the call that was given up
+            raise RankError("rank 0 can't be reached any more: it was given up before", is_final=True)
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # noqa: BLE001 (raised where the answer is waited for)
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="recipe-ckpt-ask", daemon=True).start()
+        with _rank_0_errors():
+            return self._await(answer)
+
+    def _await(self, answer: Future[T]) -> T:
+        # Beats are counted, and not time: a process that was stopped itself has not waited.
+        silent_beats, answers = 0, self._answers
+        while not _is_done(answer, within_secs=self._pace.beat_secs):
+            silent_beats = silent_beats + 1 if answers == self._answers else 0
+            answers = self._answers
+            if silent_beats * self._pace.beat_secs >= self._pace.dead_after_secs:
+                self._is_cut_off = True
+                silence = f"no answer for {self._pace.dead_after_secs:g} s"
+                raise RankError(f"rank 0 is dead, stopped or cut off: {silence}", is_final=True)
+        return answer.result()
 
     def _key(self, kind: str) -> str:
         return f"{self._exchange}/{kind}"
 
 
-BEAT_SECS = 5.0
-DEAD_AFTER_SECS = 45.0
-FAREWELL_SECS = 5.0
 _FAREWELLS = "farewells"
 
 
 class Pulse:
     """A thread that shows that its process runs: it counts up a key of the store."""
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, pace: Pace) -> None:
         self._store = store.clone()
+        self._pace = pace
         self._key = _pulse_key(rank)
         self._ended = threading.Event()
         self._beat(0)
@@ -234,11 +283,11 @@ class Pulse:
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(self._pace.farewell_secs)  # it may hang in a call to a rank 0 that is stopped
 
     def _beat_until_stopped(self) -> None:
         count = 0
-        while not self._ended.wait(BEAT_SECS):
+        while not self._ended.wait(self._pace.beat_secs):
             count += 1
             try:
                 self._beat(count)
@@ -252,21 +301,22 @@ class Pulse:
 class PulseWatch:
     """Rank 0's view of the other pulses, on its own clock."""
 
-    def __init__(self, store: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Any, clock: Callable[[], float], pace: Pace) -> None:
         self._store = store
+        self._pace = pace
         self._clock = clock
         self._last_look = 0.0
         self._changed_at: dict[int, tuple[bytes | None, float]] = {}
 
     def find_dead(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` whose pulse has not changed for `DEAD_AFTER_SECS`, looking every `BEAT_SECS`."""
+        """Return those of `ranks` whose pulse has not changed for too long, looking once a beat."""
         now = self._clock()
-        if now - self._last_look < BEAT_SECS:
+        if now - self._last_look < self._pace.beat_secs:
             return []
-        if now - self._last_look > DEAD_AFTER_SECS:
+        if now - self._last_look > self._pace.dead_after_secs:
             self._changed_at.clear()  # nobody looked for a while: what was seen then says nothing
         self._last_look = now
-        return [rank for rank in ranks if self._measure_silence(rank, now) > DEAD_AFTER_SECS]
+        return [rank for rank in ranks if self._measure_silence(rank, now) > self._pace.dead_after_secs]
 
     def _measure_silence(self, rank: int, now: float) -> float:
         key = _pulse_key(rank)
@@ -276,6 +326,11 @@ class PulseWatch:
             self._changed_at[rank] = (value, now)
             return 0.0
         return now - before[1]
+
+
+def _is_done(answer: Future[Any], *, within_secs: float) -> bool:
+    """Wait for an answer or an error, but not for good."""
+    return bool(wait([answer], within_secs).done)
 
 
 def _pulse_key(rank: int) -> str:
@@ -297,7 +352,7 @@ def _rank_0_errors() -> Iterator[None]:
     except CheckpointError:
         raise
     except RuntimeError as error:
-        raise RankError(f"rank 0 can't be reached any more: {error}") from error
+        raise RankError(f"rank 0 can't be reached any more: {error}", is_final=True) from error
 
 
 def _describe(rank: int, error: BaseException) -> dict[str, Any]:

@@ -164,10 +164,14 @@ class CheckpointHandler:
     def close(self) -> None:
         """Wait for the save in flight, give the root's lease back, and drop the connection between the ranks.
 
-        May be called twice. Raises: as `save_checkpoint`.
+        May be called twice.
+
+        Raises:
+            SaveFailedError: the last save failed, also if `on_save_failure` is `warn`: no later one makes up for it.
         """
         try:
-            self.wait()
+            if self._saver is not None:
+                self._saver.finish()
         finally:
             if self._session is not None:
                 self._session.close()

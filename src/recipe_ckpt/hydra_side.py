@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_ckpt import config, layout, validation
-from recipe_ckpt.errors import CheckpointError, RankError, SaveFailedError
+from recipe_ckpt.errors import CheckpointError, ConfigError, RankError, SaveFailedError
 
 if TYPE_CHECKING:
     from recipe_ckpt.sft.recipe import Recipe
 
+_ROOT_KEYS = {
+    "checkpoint.default_local_dir",
+    "checkpoint.run_subdir",
+    "trainer.experiment_name",
+    "trainer.project_name",
+}
 SCHEMAS: dict[str, type] = {
     "checkpoint/schema": config.CheckpointConfig,
     "trainer/schema": config.TrainerConfig,
@@ -53,6 +60,7 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     sections: dict[str, Any] = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
         validation.check_section(group, list(cfg[group]), sections[group])
+    _require_own_roots(str(cfg.checkpoint.get("run_subdir")))
     settled = validation.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
 
     from recipe_ckpt.sft.recipe import Recipe  # torch starts to load here, after every check
@@ -72,14 +80,34 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     )
 
 
+def _require_own_roots(run_subdir: str) -> None:
+    """Refuse a sweep whose jobs would all train one run.
+
+    Raises:
+        ConfigError: nothing that is part of the root was overridden.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return
+    keys = {override.partition("=")[0].lstrip("+") for override in HydraConfig.get().overrides.task}
+    if HydraConfig.get().runtime.choices["checkpoint"] != "none" and not keys & _ROOT_KEYS:
+        raise ConfigError(
+            "checkpoint.run_subdir",
+            run_subdir,
+            "in a sweep, a path that differs for each job",
+            "Write for example 'checkpoint.run_subdir=lr_${optim.lr}': jobs with one root would continue each other's run.",
+        )
+
+
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """End the process with one line on stderr for what the user can mend, instead of a traceback."""
     try:
         yield
-    except (RankError, SaveFailedError):
-        raise
     except CheckpointError as error:
+        # Where the cause is another rank's, or a fault in a model's or engine's code, the traceback tells more.
+        is_own_fault = isinstance(error, SaveFailedError) and not isinstance(error.__cause__, CheckpointError | OSError)
+        if isinstance(error, RankError) or isinstance(error.__cause__, RankError) or is_own_fault:
+            raise
         sys.exit(f"{type(error).__name__}: {error}")
 
 

@@ -12,16 +12,13 @@ from typing import Any
 from recipe_ckpt import layout
 from recipe_ckpt.contents import RunContents
 from recipe_ckpt.coordination import Coordinator
-from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError
-from recipe_ckpt.manifest import decode_json
+from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, StateMismatchError
+from recipe_ckpt.manifest import FileTable, decode_json
 from recipe_ckpt.policies import ResumePoint
 from recipe_ckpt.resume import Candidate
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.survey import read_commit, read_files
-
-# Long enough for a network file system's attribute cache.
-_VISIBLE_WITHIN_SECS = 60.0
+from recipe_ckpt.survey import Commit, read_commit, read_files
 
 
 class Resumer:
@@ -35,6 +32,8 @@ class Resumer:
         contents: RunContents,
         load_contents: Sequence[str],
         session: RootSession | None,
+        *,
+        visible_within_secs: float = 60.0,  # longer than a network file system's attribute cache
     ) -> None:
         self._coordinator = coordinator
         self._storage = storage
@@ -42,6 +41,7 @@ class Resumer:
         self._contents = contents
         self._load_contents = load_contents
         self._session = session
+        self._visible_within_secs = visible_within_secs
 
     def open(self) -> str:
         """Take the root's lease on rank 0, see on all ranks that it is one root, and return the lease's token. Collective."""
@@ -72,7 +72,7 @@ class Resumer:
     def _check_root_is_shared(self, token: str) -> None:
         """Look for rank 0's lease, which a directory of the same name on another node's disk would never show."""
         path = os.path.join(self._root, layout.LEASE)
-        deadline = time.monotonic() + _VISIBLE_WITHIN_SECS
+        deadline = time.monotonic() + self._visible_within_secs
         while time.monotonic() < deadline:
             try:
                 if decode_json(self._storage.read(path), path)["token"] == token:
@@ -102,17 +102,44 @@ class Resumer:
         return damage
 
     def _try(self, candidate: Candidate, *, check_only: bool) -> str | None:
+        commit = table = None
         try:
-            commit = read_commit(self._storage, candidate.path) if candidate.digest else None
-            table = read_files(self._storage, commit) if commit else None
+            if candidate.digest:
+                commit, table = self._read_when_visible(candidate.path)
             if check_only:
                 self._contents.check_foreign(candidate.path, table)
             else:
                 geometry = commit.manifest.data if commit else None
                 self._contents.restore(candidate.path, table, candidate.step, self._load_contents, geometry)
         except (DamagedCheckpointError, OSError) as error:
+            if isinstance(error, FileNotFoundError) and commit is not None:
+                self._refuse_other_world(commit, error)
             return f"rank {self._coordinator.rank}: {error}"
         return None
+
+    def _read_when_visible(self, path: str) -> tuple[Commit, FileTable]:
+        """Read what rank 0 has read already; on a network file system it may be seen here some time later."""
+        deadline = time.monotonic() + self._visible_within_secs
+        while True:
+            try:
+                commit = read_commit(self._storage, path)
+                return commit, read_files(self._storage, commit)
+            except (FileNotFoundError, DamagedCheckpointError) as error:
+                is_missing = isinstance(error.__cause__ or error, FileNotFoundError)
+                if not is_missing or self._coordinator.rank == 0 or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    def _refuse_other_world(self, commit: Commit, error: OSError) -> None:
+        """Tell a whole checkpoint that an engine can't split anew from a damaged one: an older one would be no better."""
+        saved, here = commit.manifest.world_size, self._coordinator.world_size
+        if saved != here:
+            raise StateMismatchError(
+                f"{commit.path}: {saved} ranks saved it, this run has {here}, and its engine looks for a file that so is not"
+                f" there: {error}. Start {saved} ranks, or use an engine that reshards",
+                step=commit.manifest.step,
+                path=commit.path,
+            ) from error
 
     def _read_metrics(self, candidate: Candidate) -> dict[str, float]:
         metrics = read_commit(self._storage, candidate.path).manifest.metrics if candidate.digest else {}

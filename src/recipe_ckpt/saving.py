@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import logging
 import platform
@@ -23,6 +24,8 @@ from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Staging
 
 logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +131,24 @@ class Saver:
         self._token = token
         self._saves = 0
         self._in_flight: SaveInFlight | None = None
+        self._failure: SaveFailedError | None = None
+        self._has_warned_of_metric = False
         self._staging_problem: str | None = None
 
     def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `CheckpointHandler.save_checkpoint`."""
         watch = Stopwatch()
         self.wait()
+        self._warn_of_unknown_metric(metrics)
         in_background = self._can_save_in_background()
         waited = watch.read()
-        captured = self._capture(step, in_background)
-        staged = watch.read()
         staging = self._name_staging(step)
-        facts = self._describe(metrics)
+        captured = self._capture(step, metrics, in_background)
+        staged = watch.read()
 
         def work() -> SaveReport:
             watch.read()
-            size_bytes, write_secs = self._write_and_commit(staging, captured, facts)
+            size_bytes, write_secs = self._write_and_commit(staging, captured)
             commit_secs = watch.read() - write_secs
             report = SaveReport(step, size_bytes, waited, staged, write_secs, commit_secs, in_background)
             self._log(logging.INFO, report.describe())
@@ -159,12 +164,20 @@ class Saver:
         if self._in_flight is None:
             return
         save, self._in_flight = self._in_flight, None
+        self._failure = None
         try:
             self.last_save = save.wait()
         except Exception as error:
             if isinstance(error, CheckpointError) and error.is_final:
                 raise
             self._fail(save.step, error)  # whatever an engine raises is a failed save
+
+    def finish(self) -> None:
+        """Wait for the last save; if it failed and that was tolerated, raise it: no later one makes up for it."""
+        self.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _can_save_in_background(self) -> bool:
         """Say whether this rank can copy its state; one that can't saves in the blocking way, whatever the others do."""
@@ -176,10 +189,13 @@ class Saver:
         self._staging_problem = problem
         return problem is None
 
-    def _capture(self, step: int, in_background: bool) -> Captured | Exception:
+    def _capture(self, step: int, metrics: Mapping[str, float], in_background: bool) -> Captured | Exception:
         """Take this rank's state; a failure is kept, so that the other ranks hear of it where they wait for this one."""
         try:
-            return self._contents.capture(step, self._policy.contents, stage=in_background)
+            facts = self._describe(metrics)
+            captured = self._contents.capture(step, self._policy.contents, stage=in_background)
+            captured.facts = facts
+            return captured
         except Exception as error:  # noqa: BLE001 (raised in `write`)
             return error
 
@@ -188,9 +204,7 @@ class Saver:
         self._saves += 1
         return Staging.of(self._root, step, f"{self._token[:8]}{self._saves:04x}")
 
-    def _write_and_commit(
-        self, staging: Staging, captured: Captured | Exception, facts: Mapping[str, Any]
-    ) -> tuple[int, float]:
+    def _write_and_commit(self, staging: Staging, captured: Captured | Exception) -> tuple[int, float]:
         """Write on this rank, and commit on rank 0 when all have; return the checkpoint's bytes, and the writing's time."""
         watch = Stopwatch()
         write_secs = 0.0
@@ -209,7 +223,7 @@ class Saver:
             assert isinstance(captured, Captured)
             assert self._session is not None
             entries = captured.finish(staging.path, self._storage, parts)
-            self._session.commit(staging, entries, facts)
+            self._session.commit(staging, entries, captured.facts)
             return sum(entry.size_bytes for entry in entries)
 
         try:
@@ -221,8 +235,8 @@ class Saver:
         finally:
             if isinstance(captured, Captured):
                 captured.release()
-        if self._session is not None:
-            self._session.prune(self._retention)
+        if self._session is not None and (pruned := self._session.prune(self._retention)):
+            logger.info("pruned the steps %s", pruned)
         return size_bytes, write_secs
 
     def _describe(self, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -237,9 +251,23 @@ class Saver:
 
     def _fail(self, step: int, error: Exception) -> None:
         message = f"step {step}: not saved to {self._root}: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in _FULL:
+            message += ". What was saved before is intact; make room there, then start again"
+        failure = SaveFailedError(message, step=step, path=self._root)
+        failure.__cause__ = error
         if self._policy.on_failure == "raise":
-            raise SaveFailedError(message, step=step, path=self._root) from error
-        self._log(logging.ERROR, f"{message}; training goes on (checkpoint.on_save_failure=warn)")
+            raise failure
+        self._failure = failure
+        self._log(logging.ERROR, f"{message}; tolerated by checkpoint.on_save_failure=warn")
+
+    def _warn_of_unknown_metric(self, metrics: Mapping[str, float]) -> None:
+        """Say once that a save has no metric by which it could be among the best: a typing error, or not evaluated yet."""
+        wanted = self._retention.best_metric
+        if self._retention.best is None or wanted in metrics or self._has_warned_of_metric:
+            return
+        self._has_warned_of_metric = True
+        known = sorted(metrics)
+        self._log(logging.WARNING, f"checkpoint.best_metric: {wanted!r} is not among this save's {known}: it is never best")
 
     def _log(self, level: int, message: str) -> None:
         if self._coordinator.rank == 0:

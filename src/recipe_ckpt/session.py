@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from recipe_ckpt.errors import CheckpointError, ConfigError, NothingToResumeError
+from recipe_ckpt.errors import CheckpointError, ConfigError, DamagedCheckpointError, NothingToResumeError
 from recipe_ckpt.lease import Lease
 from recipe_ckpt.manifest import FileEntry
 from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
@@ -40,17 +41,18 @@ class RootSession:
         """Take the lease, finish what a killed process left, and decide what to start from.
 
         Raises:
-            ConfigError: the root can't be a directory.
+            ConfigError: the root can't be a directory, or not written into.
             LeaseHeldError: another process writes here.
+            DamagedCheckpointError: a file can't be read, so nothing may be decided from what lies here.
             CheckpointError: an explicit path can't be used.
         """
-        self._make_root()
-        self._lease.acquire()
+        self._make_root_and_take_lease()
         atexit.register(self._lease.release)
-        for line in self._store.recover():
-            logger.warning("%s: %s", self._store.root, line)
-        self._found = survey(self._storage, self._store.root)
-        self._plan = self._decide()
+        with _errors_of_the_disk(self._store.root):
+            for line in self._store.recover():
+                logger.warning("%s: %s", self._store.root, line)
+            self._found = survey(self._storage, self._store.root)
+            self._plan = self._decide()
         self._refused = dict(self._plan.refused or {})
         self._next = iter(self._plan.candidates)
         for note in self._plan.notes:
@@ -95,7 +97,8 @@ class RootSession:
         origin = build_origin(candidate, self._request, self._found, commit)
         archived = None
         if candidate is None or not candidate.is_inside:
-            archived = self._store.archive(self._found.lineage)
+            with _errors_of_the_disk(self._store.root):
+                archived = self._store.archive(self._found.lineage)
             self._found = Survey()
         self._store.adopt(self._found, origin)
         return archived
@@ -123,15 +126,16 @@ class RootSession:
         self._lease.release()
         atexit.unregister(self._lease.release)
 
-    def _make_root(self) -> None:
+    def _make_root_and_take_lease(self) -> None:
         root = self._store.root
         try:
             self._storage.make_dirs(root)
             self._storage.list_dir(root)
+            self._lease.acquire()
         except OSError as error:
             raise ConfigError(
                 "checkpoint.default_local_dir",
-                f"{root} ({error.strerror})",
+                f"{root} ({error.strerror or error})",
                 "a directory that this user may write into",
                 "Choose another one, or mend it.",
             ) from error
@@ -185,3 +189,19 @@ class RootSession:
             " (checkpoint.resume_mode=disable), which moves these into archive/",
             path=self._store.root,
         )
+
+
+@contextmanager
+def _errors_of_the_disk(root: str) -> Iterator[None]:
+    """Name the file for which the system refused something, and stop there: a start that can't see all decides nothing."""
+    try:
+        yield
+    except CheckpointError:
+        raise  # some derive from OSError, too
+    except OSError as error:
+        path = error.filename or root
+        raise DamagedCheckpointError(
+            f"{path}: {error.strerror or error}. Nothing was started: without this, what lies here can't be told. Mend it,"
+            " then start again",
+            path=path,
+        ) from error

@@ -134,8 +134,8 @@ class LocalStorage:
     def create_exclusive(self, path: str, data: bytes) -> bool:
         """Make a small file as a whole, unless its name is taken; say which (by a hard link, which NFS does right)."""
         temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        self.write_file(temporary, [data], name=path, rank=0)
         try:
+            self.write_file(temporary, [data], name=path, rank=0)
             os.link(temporary, path)
         except (FileExistsError, FileNotFoundError):  # whoever has the name may clear temporary files away
             return False

@@ -23,12 +23,15 @@ from recipe_ckpt.manifest import (
     digest_bytes,
     digest_manifest,
     extend_ranges,
+    is_in_ranges,
 )
 from recipe_ckpt.retention import Kept, Retention, choose_deletions
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.survey import Commit, Survey, list_pins, list_steps, read_commit, select_ancestors, survey, verify
 
 logger = logging.getLogger(__name__)
+
+LEFT_BEHIND = "left-behind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Store:
         self.origin = Origin(lineage=build_lineage())
         self._last_sequence = 0
         self._left_behind: dict[int, BranchEntry] = {}
+        self._are_pointers_behind = False
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.root, layout.build_step_name(step))
@@ -81,7 +85,11 @@ class Store:
     # --- saving
 
     def begin(self, staging: Staging) -> None:
-        """Make room for a new staging directory: what an earlier, failed save left in staging is removed."""
+        """Make room for a new staging directory: what an earlier, failed save left is put in order first, then removed."""
+        self._put_back_displaced()
+        if self._are_pointers_behind:  # of a commit whose last steps failed; its mark in staging goes now
+            self._sync_publication()
+            self._write_pointers()
         self._clear(layout.STAGING_DIR, but=os.path.basename(staging.path))
         self.storage.make_dirs(staging.path)
 
@@ -103,12 +111,12 @@ class Store:
             self.path_of(staging.step), digest_manifest(manifest_data), Manifest.decode(manifest_data, staging.path)
         )
         check_lease()
-        marker = self._mark_commit(staging)
+        self._mark_commit(staging)
         self._publish(staging)
         self._move_on(commit)  # it exists from here on, even if what follows fails
         self._sync_publication()
         self._write_pointers()
-        self.storage.remove_file(marker)
+        self._clear(layout.STAGING_DIR)
         self._clear(layout.TRASH_DIR)
         return commit
 
@@ -125,7 +133,10 @@ class Store:
             logger.warning("%s: could not be removed: %s", staging.path, error)
 
     def prune(self, retention: Retention) -> list[int]:
-        """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time."""
+        """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time.
+
+        What a rewind left behind is moved into the archive instead: it is newer than what it would make room for.
+        """
         present = {step for step in list_steps(self.storage, self.root) if self._is_committed(step)}
         known = [(entry, True) for entry in self.origin.branch]
         known += [(entry, False) for entry in self._left_behind.values()]
@@ -273,18 +284,17 @@ class Store:
                 return None
         return self.origin.parent
 
-    def _mark_commit(self, staging: Staging) -> str:
+    def _mark_commit(self, staging: Staging) -> None:
         """Leave a mark beside the staging: with it an old tracker is an interrupted commit, without it a user's edit."""
         marker = staging.path + layout.COMMITTING_SUFFIX
         if not self.storage.exists(marker):
             self.storage.write_file(marker, [], name=layout.COMMITTING_SUFFIX, rank=0)
         self.storage.sync_dir(os.path.dirname(marker))
-        return marker
 
     def _publish(self, staging: Staging) -> None:
         target = self.path_of(staging.step)
         if self.storage.exists(target):
-            self._displace(target, staging.step, staging.uid)
+            self._displace(target, staging)
         self.storage.rename(staging.path, target)
 
     def _sync_publication(self) -> None:
@@ -294,18 +304,34 @@ class Store:
     def _is_committed(self, step: int) -> bool:
         return self.storage.exists(os.path.join(self.path_of(step), layout.MANIFEST))
 
-    def _displace(self, target: str, step: int, uid: str) -> None:
-        if self._is_committed(step):
+    def _displace(self, target: str, staging: Staging) -> None:
+        """Make room for a save: what it descends from goes, whatever else has its name is moved into the archive."""
+        if self._descends_from(staging, target):
             trash = self._inside(layout.TRASH_DIR)
             self.storage.make_dirs(trash)
-            self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(step, uid)))
-            return
-        aside = os.path.join(self._inside(layout.ARCHIVE_DIR), f"unknown-{uid}")
-        self.storage.make_dirs(aside)
-        self._move_aside(os.path.basename(target), aside)
-        logger.warning("%s: was not written by this component; moved to %s", target, aside)
+            self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(staging.step, staging.uid)))
+        else:
+            self._move_into_archive(staging.step)
+
+    def _descends_from(self, staging: Staging, target: str) -> bool:
+        try:
+            former = read_commit(self.storage, target).manifest
+            saved = read_commit(self.storage, staging.path).manifest
+        except (CheckpointError, OSError):
+            return False
+        return former.lineage == saved.lineage and is_in_ranges(saved.ancestors, former.sequence)
+
+    def _move_into_archive(self, step: int) -> None:
+        """Keep a step that the current branch does not descend from: one that a rewind left behind, or somebody else's."""
+        folder = os.path.join(self._inside(layout.ARCHIVE_DIR), LEFT_BEHIND)
+        self.storage.make_dirs(folder)
+        moved = self._move_aside(layout.build_step_name(step), folder)
+        self.storage.sync_dir(folder)
+        self._left_behind.pop(step, None)
+        logger.warning("%s: this run does not descend from it; it lies in %s now", self.path_of(step), moved)
 
     def _move_on(self, commit: Commit) -> None:
+        self._are_pointers_behind = True
         entry = commit.entry()
         self._left_behind.pop(entry.step, None)
         branch = (entry, *(old for old in self.origin.branch if old.step != entry.step))
@@ -321,18 +347,22 @@ class Store:
         present = list_steps(self.storage, self.root)
         branch = tuple(entry for entry in self.origin.branch if entry.step in present)
         self._write_record(RunRecord(self.origin.lineage, self._last_sequence, branch))
+        self._are_pointers_behind = False
 
     def _write_record(self, record: RunRecord) -> None:
         self.storage.replace_file(self._inside(layout.RUN_RECORD), record.encode())
         self.storage.replace_file(self._inside(layout.TRACKER), str(record.branch[0].step).encode())
 
     def _delete(self, step: int) -> None:
+        if step in self._left_behind:
+            self._move_into_archive(step)
+            self.storage.sync_dir(self.root)
+            return
         trash = self._inside(layout.TRASH_DIR)
         aside = os.path.join(trash, layout.build_staging_name(step, uuid.uuid4().hex[:12]))
         self.storage.make_dirs(trash)
         self.storage.rename(self.path_of(step), aside)
         self.storage.sync_dir(self.root)
-        self._left_behind.pop(step, None)
         self.storage.remove_tree(aside)
 
     def _clear(self, folder: str, but: str | None = None) -> None:
@@ -351,11 +381,12 @@ class Store:
             if layout.is_temporary_name(entry.name):
                 self.storage.remove_file(self._inside(entry.name))
 
-    def _move_aside(self, name: str, folder: str) -> None:
+    def _move_aside(self, name: str, folder: str) -> str:
         target = os.path.join(folder, name)
         if self.storage.exists(target):
             target = f"{target}.{uuid.uuid4().hex[:8]}"
         self.storage.rename(self._inside(name), target)
+        return target
 
     def _list_run_names(self) -> list[str]:
         """Names of the current run here, in the order in which archiving moves them: the pointers last."""

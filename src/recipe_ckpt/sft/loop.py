@@ -167,6 +167,7 @@ def train(run: Run, stop: StopRequest | None = None) -> Iterator[int]:
                 wishes.note_save()
             yield run.step
             if wishes.signal and run.step < run.total_steps:
+                run.handler.wait()  # only then is the step saved
                 wishes.leave(run.step)
 
 

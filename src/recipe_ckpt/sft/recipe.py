@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe_ckpt.config import DataConfig, Device, EngineConfig, LaunchConfig, OptimConfig, TrainerConfig
 from recipe_ckpt.engines.spmd import SpmdEngine, distribute
+from recipe_ckpt.errors import ConfigError
 from recipe_ckpt.sft.data import Collator, KeyedDataset, TrainingData
 from recipe_ckpt.sft.sampler import GlobalBatchSampler
 from recipe_ckpt.sft.schedule import LrSchedule
@@ -105,10 +106,15 @@ def count_samples(dataset: Dataset[Any]) -> int:
 
 
 def choose_device(device: Device) -> str:
-    """Return the kind; which CUDA device it is, joining the ranks has settled."""
-    if device == Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(device)
+    """Return the kind; which CUDA device it is, joining the ranks settles.
+
+    Raises:
+        ConfigError: CUDA was asked for, and torch finds none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == Device.cuda and not has_cuda:
+        raise ConfigError("trainer.device", device.value, "auto or cpu", "torch finds no CUDA device on this machine.")
+    return "cuda" if has_cuda and device != Device.cpu else "cpu"
 
 
 def settle_torch(launch: LaunchConfig) -> None:

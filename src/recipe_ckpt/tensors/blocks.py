@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
+import xxhash
+
 from recipe_ckpt.errors import DamagedCheckpointError
-from recipe_ckpt.manifest import BLOCK_BYTES, FileEntry, digest_bytes
+from recipe_ckpt.manifest import BLOCK_BYTES, FileEntry
 from recipe_ckpt.tensors.copies import memmove
 
-_AHEAD = 3
-"""How many blocks may be read and not yet checked."""
+_PIECE_BYTES = 512 << 10
+"""What is read and then digested while it is still in a core's own cache; with whole blocks both take a third longer."""
+
+_MAX_IN_PLACE = 16
+"""Up to so many ranges of one block are read straight into place; more are copied there, which then costs less."""
 
 
 class Span(NamedTuple):
@@ -31,45 +37,54 @@ class Span(NamedTuple):
     address: int
 
 
-class Checker:
-    """Checks blocks in a thread while further ones are read, and holds the memory of those that have no place yet."""
+class Readers:
+    """This thread and one beside it, each with memory for a block that has no place of its own.
+
+    Two that each read and digest pay off better than one that reads for one that digests: that needs a core that is idle.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: deque[tuple[Future[None], memoryview]] = deque()
-        self._free: list[memoryview] = []
+        self._scratch: list[memoryview] = []
 
-    def take_scratch(self) -> memoryview:
-        """Return memory for a block; it is free again when the check that it is given to is done."""
-        while self._pending and self._pending[0][0].done():
-            self._await_first()
-        return self._free.pop() if self._free else memoryview(bytearray(BLOCK_BYTES))
+    def share(self, work: Callable[[memoryview, int], None], blocks: Iterable[int]) -> None:
+        """Call `work(scratch, block)` for each block, some in another thread; raise what one of them raised."""
+        numbers = list(blocks)
+        queue = iter(numbers)
 
-    def run(self, check: Callable[[memoryview], None], memory: memoryview) -> None:
-        """Run a check later, in order; what an earlier one raised may surface here."""
+        def take(scratch: memoryview) -> None:
+            try:
+                for number in queue:
+                    work(scratch, number)
+            finally:
+                deque(queue, maxlen=0)  # after a failure the other one stops too
+
+        first, second = self._prepare()
+        beside = self._submit(take, second) if len(numbers) > 1 else None
+        try:
+            take(first)
+        finally:
+            if beside is not None:
+                wait([beside])
+        if beside is not None:
+            beside.result()
+
+    def _prepare(self) -> list[memoryview]:
+        if not self._scratch:
+            self._scratch = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+        return self._scratch
+
+    def _submit(self, work: Callable[[memoryview], None], scratch: memoryview) -> Future[None]:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "recipe_ckpt check")
-        while len(self._pending) >= _AHEAD:
-            self._await_first()
-        self._pending.append((self._thread.submit(check, memory), memory))
-
-    def settle(self) -> None:
-        """Return when every check has passed, or raise what one raised."""
-        while self._pending:
-            self._await_first()
-
-    def _await_first(self) -> None:
-        future, memory = self._pending.popleft()
-        future.result()
-        if isinstance(memory.obj, bytearray):
-            self._free.append(memory)
+            self._thread = ThreadPoolExecutor(1, "recipe_ckpt read")
+        return self._thread.submit(work, scratch)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.shutdown()
 
 
 class CheckedFile:
@@ -82,28 +97,21 @@ class CheckedFile:
         self._block = bytearray()
         self._held = -1
 
-    def fill(self, spans: Iterable[Span], checker: Checker) -> None:
-        """Fill memory with ranges of the file, each block read and checked once; whole blocks go straight into place."""
+    def fill(self, spans: Iterable[Span], readers: Readers) -> None:
+        """Fill memory with ranges of the file, each block read and checked once; large ranges go straight into place."""
         blocks = self._cut(spans)
-        for number in sorted(blocks):
-            size, pieces = self._block_bytes(number), blocks[number]
+
+        def fill_block(scratch: memoryview, number: int) -> None:
+            size, pieces = self._block_bytes(number), sorted(blocks[number])
             if number == self._held:
                 _scatter(memoryview(self._block), pieces)
-            elif len(pieces) == 1 and pieces[0].size_bytes == size:
-                self._fill_block(number, _view_memory(pieces[0].address, size), (), checker)
+            elif len(pieces) <= _MAX_IN_PLACE and not _has_overlap(pieces):
+                self._read_block(number, _place(pieces, scratch[:size]))
             else:
-                self._fill_block(number, checker.take_scratch(), pieces, checker)
-        checker.settle()
+                self._read_block(number, [scratch[:size]])
+                _scatter(scratch, pieces)
 
-    def _fill_block(self, number: int, memory: memoryview, pieces: Sequence[Span], checker: Checker) -> None:
-        size = self._block_bytes(number)
-
-        def check(memory: memoryview) -> None:
-            self._check(number, memory[:size])
-            _scatter(memory, pieces)
-
-        self._read_block(number, memory[:size])
-        checker.run(check, memory)
+        readers.share(fill_block, sorted(blocks))
 
     def read(self, start: int, size_bytes: int) -> bytearray:
         """Return a range of the file."""
@@ -137,21 +145,21 @@ class CheckedFile:
         if self._held != number:
             self._held = -1
             self._block = bytearray(self._block_bytes(number)) if len(self._block) != BLOCK_BYTES else self._block
-            memory = memoryview(self._block)[: self._block_bytes(number)]
-            self._read_block(number, memory)
-            self._check(number, memory)
+            self._read_block(number, [memoryview(self._block)[: self._block_bytes(number)]])
             self._held = number
 
-    def _read_block(self, number: int, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:]], number * BLOCK_BYTES + done)
-            if not count:
-                self._fail(f"it ends in block {number}, while it was being read")
-            done += count
-
-    def _check(self, number: int, memory: memoryview) -> None:
-        found = digest_bytes(memory).hex()
+    def _read_block(self, number: int, places: Iterable[memoryview]) -> None:
+        """Fill pieces of memory with a whole block, one after the other, and compare it with its digest."""
+        digest = xxhash.xxh3_128()
+        position = number * BLOCK_BYTES
+        for place in places:
+            while len(place):
+                count = os.preadv(self._descriptor, [place[:_PIECE_BYTES]], position)
+                if not count:
+                    self._fail(f"it ends in block {number}, while it was being read")
+                digest.update(place[:count])
+                position, place = position + count, place[count:]
+        found = digest.hexdigest()
         if found != self._entry.block(number):
             self._fail(f"block {number} (of {BLOCK_BYTES} bytes) has digest {found}, recorded is {self._entry.block(number)}")
 
@@ -189,6 +197,20 @@ def open_checked(directory: str, name: str, entries: Mapping[str, FileEntry]) ->
         if error.errno not in (errno.ENOENT, errno.EIO):
             raise
         raise DamagedCheckpointError(f"{path}: {error.strerror}. Resume from another checkpoint", path=path) from error
+
+
+def _has_overlap(pieces: Sequence[Span]) -> bool:
+    return any(left.start + left.size_bytes > right.start for left, right in itertools.pairwise(pieces))
+
+
+def _place(pieces: Iterable[Span], block: memoryview) -> Iterator[memoryview]:
+    """Yield memory for a whole block in its order: the pieces' own, and the block's where none wants the bytes."""
+    position = 0
+    for start, size_bytes, address in pieces:
+        yield block[position:start]
+        yield _view_memory(address, size_bytes)
+        position = start + size_bytes
+    yield block[position:]
 
 
 def _scatter(block: memoryview, pieces: Sequence[Span]) -> None:

@@ -7,6 +7,7 @@ the index of a thousand ranks stays small. A grid's box is written as `<rank> <s
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -42,11 +43,8 @@ class Box:
 
     @classmethod
     def parse(cls, text: str) -> Box:
-        spans = [_SPAN.fullmatch(span) for span in text.split(",")] if text else []
-        bounds = [(int(span[1]), int(span[2])) for span in spans if span and int(span[1]) <= int(span[2])]
-        if len(bounds) != len(spans):
-            raise ValueError(f"a box is written <start>:<stop>,..., found {text!r}")
-        return cls(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+        spans = [_parse_span(span) for span in text.split(",")] if text else []
+        return cls(tuple([start for start, _ in spans]), tuple([size for _, size in spans]))
 
     def __str__(self) -> str:
         return ",".join(f"{start}:{stop}" for start, stop in zip(self.offsets, self.stops, strict=True))
@@ -58,6 +56,10 @@ class Box:
     @property
     def volume(self) -> int:
         return math.prod(self.shape)
+
+    def is_inside(self, shape: Sequence[int]) -> bool:
+        edges = zip(self.offsets, self.shape, shape, strict=False)
+        return len(self.shape) == len(shape) and all(start >= 0 and start + size <= limit for start, size, limit in edges)
 
     def intersect(self, other: Box) -> Box | None:
         """Return what both boxes cover, or None if that is nothing."""
@@ -143,6 +145,15 @@ class TensorIndex:
             raise DamagedCheckpointError(
                 f"{path}: not a tensor index ({type(error).__name__}: {error}). Resume from another checkpoint", path=path
             ) from error
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a thousand ranks' boxes have most of their spans in common
+def _parse_span(text: str) -> tuple[int, int]:
+    """Return (start, size)."""
+    found = _SPAN.fullmatch(text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ValueError(f"a box is written <start>:<stop>,..., found {text!r}")
+    return int(found[1]), int(found[2]) - int(found[1])
 
 
 def encode_compactly(value: JSON) -> bytes:

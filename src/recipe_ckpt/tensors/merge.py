@@ -93,7 +93,7 @@ def _build_grid(part: str, name: str, shape: tuple[int, ...], chunks: Sequence[C
 def find_coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say why the boxes don't cover the shape exactly once, or None if they do. Empty boxes must be left out."""
     whole = Box.whole(shape)
-    outside = next((box for box in boxes if len(box.shape) != len(shape) or box.intersect(whole) != box), None)
+    outside = next((box for box in boxes if not box.is_inside(shape)), None)
     if outside is not None:
         return f"the chunk {str(outside)!r} is not inside it"
     written = sum(box.volume for box in boxes)

@@ -15,7 +15,7 @@ import torch
 from recipe_ckpt.errors import DamagedCheckpointError, StateMismatchError
 from recipe_ckpt.layout import TENSOR_INDEX, build_tensor_file_name
 from recipe_ckpt.manifest import BLOCK_BYTES, FileEntry, decode_json
-from recipe_ckpt.tensors.blocks import CheckedFile, Checker, Span, open_checked
+from recipe_ckpt.tensors.blocks import CheckedFile, Readers, Span, open_checked
 from recipe_ckpt.tensors.index import ITEM_BYTES, Box, Chunk, Grid, PartIndex, TensorIndex, build_chunk_name
 from recipe_ckpt.tensors.plan import (
     DTYPE_NAMES,
@@ -148,10 +148,10 @@ def read_boxes(
     reads: dict[int, list[_Read]] = {}
     for read in _plan_reads(directory, part, wanted):
         reads.setdefault(read.piece.chunk.rank, []).append(read)
-    with Checker() as checker:
+    with Readers() as readers:
         for rank, of_file in sorted(reads.items()):
             with open_checked(directory, build_tensor_file_name(name, rank), entries) as file:
-                _read_file(file, of_file, checker)
+                _read_file(file, of_file, readers)
 
 
 def _plan_reads(directory: str, part: PartIndex, wanted: Mapping[str, Sequence[LocalBox]]) -> Iterator[_Read]:
@@ -176,7 +176,7 @@ def _intersect(directory: str, name: str, grid: Grid, box: Box) -> list[_Piece]:
     return pieces
 
 
-def _read_file(file: CheckedFile, reads: Sequence[_Read], checker: Checker) -> None:
+def _read_file(file: CheckedFile, reads: Sequence[_Read], readers: Readers) -> None:
     """Read runs of whole rows straight into contiguous CPU memory, everything else by bands of rows."""
     data_start, header = _read_header(file)
     spans = []
@@ -188,7 +188,7 @@ def _read_file(file: CheckedFile, reads: Sequence[_Read], checker: Checker) -> N
             spans.append(Span(start, read.target.numel() * item_bytes, read.target.data_ptr()))
         else:
             bands.append((start, read))
-    file.fill(spans, checker)
+    file.fill(spans, readers)
     for start, read in sorted(bands, key=lambda item: item[0]):
         _fill_by_bands(file, start, read)
 

@@ -1,6 +1,6 @@
 """What saving costs a training run: `python -m bench.train`.
 
-The same steps with and without a save after the first of them, in turns; the handler is as it comes.
+The same steps without a save and with one after the first of them, blocking and in the background, in turns.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from bench.common import (
 from bench.handler import EmptyLoader
 from recipe_ckpt.engines.spmd import SpmdEngine
 from recipe_ckpt.handler import CheckpointHandler
+from recipe_ckpt.policies import SavePolicy
 
 WITHOUT = "steps without a save"
-WITH = "the same steps with a save after the first"
+BLOCKING = "with a blocking save after the first"
+ASYNC = "with a save in the background after the first"
 STEPS = 20
 
 
@@ -62,19 +64,29 @@ class Training:
                 handler.save_checkpoint(self.step)
 
 
+def open_handler(training: Training, root: str, *, is_async: bool) -> CheckpointHandler:
+    policy = SavePolicy(is_async=is_async)
+    options = {"default_local_dir": root, "max_ckpt_to_keep": 1, "save_policy": policy}
+    handler = CheckpointHandler(training.engine, EmptyLoader(), **options)
+    handler.load_checkpoint()
+    return handler
+
+
 def measure(options: Options) -> tuple[int, float, Samples]:
     logging.disable()
     rounds = Rounds(options.rounds)
     training = Training(options)
-    with shared_folder(options) as folder:
-        root = os.path.join(folder, "run")
-        handler = CheckpointHandler(training.engine, EmptyLoader(), default_local_dir=root, max_ckpt_to_keep=1)
-        with handler:
-            handler.load_checkpoint()
-            for _ in rounds:
-                rounds.time(WITHOUT, lambda: training.run(STEPS, None))
-                rounds.time(WITH, lambda: training.run(STEPS, handler))
-                distributed.barrier()
+    with (
+        shared_folder(options) as folder,
+        open_handler(training, os.path.join(folder, "blocking"), is_async=False) as blocking,
+        open_handler(training, os.path.join(folder, "async"), is_async=True) as background,
+    ):
+        for _ in rounds:
+            rounds.time(WITHOUT, lambda: training.run(STEPS, None))
+            rounds.time(BLOCKING, lambda: training.run(STEPS, blocking))
+            rounds.time(ASYNC, lambda: training.run(STEPS, background))
+            background.wait()
+            distributed.barrier()
     return count_tensors(training.engine), count_bytes(training.engine) / 1e6, rounds.samples
 
 
@@ -90,9 +102,10 @@ def main() -> None:
     results = run_ranks(options, measure)
     tensors, samples = results[0][0], merge_slowest([found for _, _, found in results])
     print_table(f"train: {STEPS} steps, {describe(options, tensors)}", build_lines(samples, WITHOUT, tensors))
-    added = median_ms([mine - base for mine, base in zip(samples[WITH], samples[WITHOUT], strict=True)])
-    print(f"a save adds {added:.1f} ms (median of the differences)")
-    write_json(options.json, {"train_with_over_without": median_ms(samples[WITH]) / median_ms(samples[WITHOUT])})
+    for name in (BLOCKING, ASYNC):
+        added = median_ms([mine - base for mine, base in zip(samples[name], samples[WITHOUT], strict=True)])
+        print(f"a save adds {added:.1f} ms {name} (median of the differences)")
+    write_json(options.json, {"train_with_over_without": median_ms(samples[ASYNC]) / median_ms(samples[WITHOUT])})
 
 
 if __name__ == "__main__":

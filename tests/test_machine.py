@@ -140,7 +140,7 @@ class RootMachine(RuleBasedStateMachine):
     def look(self, commit, keep, parent):
         """After a fault: it is committed, or all is as before, but that a left-behind step of its name may have made room."""
         former = self.disk.get(commit.step)
-        if former not in (None, parent) and self.read_value(commit.step) is None:
+        if former not in (None, parent) and commit.step not in list_steps(self.root):
             self.archived.append(self.disk.pop(commit.step))
         before = self.expect()
         with self.launch(ANYTHING if before != STUCK else STUCK) as run:
@@ -156,8 +156,10 @@ class RootMachine(RuleBasedStateMachine):
                 self.archived += [] if commit in self.newest.line() else [commit]
 
     def read_value(self, step):
-        path = self.root / f"global_step_{step}" / "model-0.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            return json.loads((self.root / f"global_step_{step}" / "model-0.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     # --- rules
 

@@ -128,6 +128,8 @@ class Store:
                 self.storage.rename(displaced, self.path_of(staging.step))
                 self.storage.sync_dir(self.root)
             if self.storage.exists(staging.path):
+                if self.storage.exists(marker := staging.path + layout.COMMITTING_SUFFIX):
+                    self.storage.remove_file(marker)  # or a tracker that the user set would be taken for this commit's
                 self.storage.remove_tree(staging.path)
         except OSError as error:
             logger.warning("%s: could not be removed: %s", staging.path, error)
@@ -191,18 +193,23 @@ class Store:
         if archived := self.finish_archive():
             done.append(f"finished moving the former run to {archived}")
         self._remove_temporaries()
-        staged = [e.name for e in self.storage.list_dir(self._inside(layout.STAGING_DIR))]
-        for name in staged:
+        for name in self._list_staging():
             if (parsed := layout.parse_staging_name(name)) and self._finish_commit(name, *parsed):
                 done.append(f"finished the interrupted commit of step {parsed[0]}")
         done += self._put_back_displaced()
+        staged = self._list_staging()
         for name in staged:
-            parsed = layout.parse_staging_name(name.removesuffix(layout.COMMITTING_SUFFIX))
-            if parsed and self._roll_forward(parsed[0]):
+            # A mark without its staging is of a commit that was renamed into place: the pointers may lag behind that one.
+            published = name.removesuffix(layout.COMMITTING_SUFFIX)
+            parsed = layout.parse_staging_name(published)
+            if parsed and published not in staged and self._roll_forward(parsed[0]):
                 done.append(f"made step {parsed[0]} the newest: its commit was interrupted when it was whole")
         self._clear(layout.STAGING_DIR)
         self._clear(layout.TRASH_DIR)
         return done
+
+    def _list_staging(self) -> list[str]:
+        return [entry.name for entry in self.storage.list_dir(self._inside(layout.STAGING_DIR))]
 
     def _finish_commit(self, name: str, step: int, uid: str) -> bool:
         path = os.path.join(self._inside(layout.STAGING_DIR), name)

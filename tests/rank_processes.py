@@ -68,6 +68,7 @@ def _work(rank, size, work, rank_timeout_secs, ports, results):
     else:
         store = TCPStore("127.0.0.1", ports[rank][0].recv(), is_master=False, timeout=timedelta(seconds=20))
     coordinator = SpmdCoordinator(store, rank, size, rank_timeout_secs=rank_timeout_secs, pace=QUICK)
+    coordinator.together(lambda: None, lambda _: None)  # nobody stops before all are connected
     try:
         outcome = str(work(coordinator))
     except BaseException as error:  # noqa: BLE001 (a rank's end is told to the parent)

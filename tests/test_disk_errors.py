@@ -162,6 +162,24 @@ def test_disk_that_fails_at_any_change_is_tolerated_if_that_was_asked_for(place,
         assert run.handler.last_save.step == 40
 
 
+@pytest.mark.case("C204")
+@pytest.mark.parametrize("fault", ["fail_in", "kill_in"])
+def test_edited_tracker_holds_when_the_save_after_it_does_not_end(place, fault):
+    make_checkpoints(place / "before", 10, 20)
+    (place / "before" / TRACKER).write_text("10")
+    for operations in range(1, 40):
+        storage = FaultyStorage()
+        root = shutil.copytree(place / "before", place / f"run{operations}")
+        run = Run(root, storage=storage).__enter__()
+        run.engine.value, run.loader.batch_sampler.consumed = 20.5, 20
+        getattr(storage, fault)(operations)
+        with contextlib.suppress(SaveFailedError, Killed):
+            run.handler.save_checkpoint(20)
+        bury(run, root)
+        with Run(root) as again:
+            assert (again.start, again.engine.value) in ((10, 10.0), (20, 20.5))
+
+
 class GrowingLoader(TinyLoader):
     """Its state takes 100 kB from step 8 on."""
 

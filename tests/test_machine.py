@@ -237,5 +237,5 @@ ANYTHING = "anything"
 
 TestRoot = RootMachine.TestCase
 TestRoot.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

@@ -10,18 +10,19 @@ from torch.distributed import TCPStore
 from recipe_ckpt.coordination import Pace, SpmdCoordinator
 
 _CONTEXT = multiprocessing.get_context("fork")
-QUICK = Pace(beat_secs=0.15, dead_after_secs=1.5, farewell_secs=0.5)
+QUICK = Pace(beat_secs=0.15, dead_after_secs=2.0, farewell_secs=0.5)
 
 
-def run_processes(size, work, *, rank_timeout_secs=20.0, timeout_secs=40.0):
+def run_processes(size, work, *, rank_timeout_secs=20.0, timeout_secs=90.0):
     """Run `work(coordinator)` in a process a rank; return by rank the text of its result or error, or how it ended.
 
     Raises:
         AssertionError: a rank that is neither done nor dead nor stopped is not done in time.
     """
+    connected = _CONTEXT.Barrier(size)
     ports, results = ([_CONTEXT.Pipe(duplex=False) for _ in range(size)] for _ in range(2))
     workers = [
-        _CONTEXT.Process(target=_work, args=(rank, size, work, rank_timeout_secs, ports, results), daemon=True)
+        _CONTEXT.Process(target=_work, args=(rank, size, work, rank_timeout_secs, connected, ports, results), daemon=True)
         for rank in range(size)
     ]
     for worker in workers:
@@ -57,7 +58,7 @@ def _is_stopped(pid):
         return file.read().rpartition(")")[2].split()[0] == "T"
 
 
-def _work(rank, size, work, rank_timeout_secs, ports, results):
+def _work(rank, size, work, rank_timeout_secs, connected, ports, results):
     for other, (_, sender) in enumerate(results):
         if other != rank:
             sender.close()  # so that the parent sees a death as the end of its pipe
@@ -66,9 +67,9 @@ def _work(rank, size, work, rank_timeout_secs, ports, results):
         for _, port in ports[1:]:
             port.send(store.port)
     else:
-        store = TCPStore("127.0.0.1", ports[rank][0].recv(), is_master=False, timeout=timedelta(seconds=20))
+        store = TCPStore("127.0.0.1", ports[rank][0].recv(), is_master=False, timeout=timedelta(seconds=60))
     coordinator = SpmdCoordinator(store, rank, size, rank_timeout_secs=rank_timeout_secs, pace=QUICK)
-    coordinator.together(lambda: None, lambda _: None)  # nobody stops before all are connected
+    connected.wait(60)  # nobody counts the others' silence, or stops, before all are here
     try:
         outcome = str(work(coordinator))
     except BaseException as error:  # noqa: BLE001 (a rank's end is told to the parent)

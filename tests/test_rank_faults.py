@@ -93,7 +93,7 @@ def test_rank_that_raises_ends_all_at_once_with_its_number(place, phase, size, r
     prepare(place, size, 10)
     begun = time.monotonic()
     outcomes = run_world(size, lambda c: save_or_load(c, place, phase, rank, fail, 20))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 15
     assert "boom" in str(outcomes.pop(rank))
     assert all(isinstance(error, CheckpointError) for error in outcomes)
     assert all(f"rank {rank} failed: RuntimeError: boom" in str(error) for error in outcomes)
@@ -145,10 +145,10 @@ def test_rank_that_stalls_is_named_by_all_others_at_the_deadline(place, phase, s
             others_left.release()
 
     begun = time.monotonic()
-    outcomes = run_processes(size, work, rank_timeout_secs=0.5)
-    told = "rank 0 did not answer within" if rank == 0 else f"ranks [{rank}] of {size} did not answer within 0.5 s"
+    outcomes = run_processes(size, work, rank_timeout_secs=1.0)
+    told = "rank 0 did not answer within" if rank == 0 else f"ranks [{rank}] of {size} did not answer within 1 s"
     assert all(told in text for text in outcomes[:rank] + outcomes[rank + 1 :]), outcomes
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 30
     # A rank 0 that wakes up finds that all have written, and publishes: too late for the others, but whole.
     assert list_steps(place) in ([[10]] if rank else [[10], [10, 20]])
     assert run_world(size, lambda c: save_or_load(c, place, None, 0, None)) == [max(list_steps(place))] * size

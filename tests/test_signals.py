@@ -58,6 +58,9 @@ class Interrupting:
         self._interrupt()
         self.inner.save_checkpoint(step, metrics=metrics)
 
+    def wait(self):
+        self.inner.wait()
+
 
 def train_until_signalled(folder, number, *overrides, step=None, loader=None, handler=None):
     """Train with a signal after a step, or in an evaluation, or in a save; return the exit code, None for a normal end."""

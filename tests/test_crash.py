@@ -177,3 +177,22 @@ def test_recovery_survives_death_at_each_point(place, step):
                 assert run.engine.value in (20.0, step + 0.5)
             reopen(root, {run.start: run.engine.value})
             assert list_steps(root) == sorted({10, 20, run.start, 99})
+
+
+def test_resume_into_a_new_root_survives_death_at_each_point(place):
+    """The new root holds another run, which makes room; the source is never touched."""
+    source = place / "source"
+    make_checkpoints(source, 10)
+    before = {path.name: path.read_bytes() for path in (source / "global_step_10").iterdir()}
+    options = {"resume_from_path": str(source / "global_step_10")}
+    for root in sweep(
+        place, lambda root: make_checkpoints(root, 5), lambda root, storage: act_save(root, storage, **options)
+    ):
+        with Run(root, **options) as run:
+            assert (run.start, run.engine.value) in {(10, 10.0), (20, 20.0)}
+            run.save(99)
+        check_litter(root)
+        check_whole(root)
+        assert list_steps(root)[-1] == 99
+        assert len(list((root / "archive").glob("*/global_step_5"))) == 1
+    assert before == {path.name: path.read_bytes() for path in (source / "global_step_10").iterdir()}

@@ -7,7 +7,8 @@ from multiprocessing import connection
 
 from torch.distributed import TCPStore
 
-from recipe_ckpt.coordination import Pace, SpmdCoordinator
+from recipe_ckpt.coordination import SpmdCoordinator
+from recipe_ckpt.pulse import Pace
 
 _CONTEXT = multiprocessing.get_context("fork")
 QUICK = Pace(beat_secs=0.15, dead_after_secs=2.0, farewell_secs=0.5)

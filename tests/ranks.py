@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 import traceback
 from datetime import timedelta
@@ -19,7 +20,7 @@ def run_ranks(world_size, function, *args, timeout_secs=90):
     Raises:
         AssertionError: a rank raised, died or was not done in time; the message has every rank's traceback.
     """
-    rendezvous = f"/tmp/recipe_ckpt_ranks_{os.getpid()}_{time.monotonic_ns()}"
+    rendezvous = os.path.join(tempfile.gettempdir(), f"recipe_ckpt_ranks_{os.getpid()}_{time.monotonic_ns()}")
     workers = [_start(rank, world_size, rendezvous, function, args) for rank in range(world_size)]
     deadline = time.monotonic() + timeout_secs
     try:

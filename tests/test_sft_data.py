@@ -35,11 +35,6 @@ def tokenizer():
     return build_tiny(**shape).tokenizer
 
 
-@pytest.fixture(autouse=True)
-def cache_in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def answers_of(tokenizer, row):
     return tokenizer.decode([token for token in row["labels"] if token != IGNORED])
 

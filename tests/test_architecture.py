@@ -20,6 +20,7 @@ LAYERS = {
     "policies": 0,
     "validation": 0,
     "storage": 1,
+    "remote": 1,
     "pulse": 1,
     "coordination": 1,
     "engines.base": 1,

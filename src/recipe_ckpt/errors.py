@@ -11,6 +11,9 @@ CheckpointError
 ├── LeaseHeldError (RuntimeError)               another process writes into this root
 ├── RootNotSharedError (RuntimeError)           the ranks do not see one file system
 ├── SaveFailedError (RuntimeError)              a save did not become a checkpoint
+├── RemoteError (OSError)                       the mirror's server
+│   ├── RemoteUnreachableError (ConnectionError)  gives no answer now; later it may
+│   └── RemoteRefusedError (PermissionError)    refuses, and will again
 └── RankError (RuntimeError)                    another rank failed
     └── RankTimeoutError (TimeoutError)         another rank did not answer in time
 """
@@ -76,6 +79,18 @@ class RootNotSharedError(CheckpointError, RuntimeError):
 
 class SaveFailedError(CheckpointError, RuntimeError):
     """A save did not become a checkpoint; what was there before is untouched."""
+
+
+class RemoteError(CheckpointError, OSError):
+    """The server of the mirror did not do what it was asked."""
+
+
+class RemoteUnreachableError(RemoteError, ConnectionError):
+    """The server gives no answer, or can't serve now; it may later."""
+
+
+class RemoteRefusedError(RemoteError, PermissionError):
+    """The server refuses (permission, quota, not a directory), and would again."""
 
 
 class RankError(CheckpointError, RuntimeError):

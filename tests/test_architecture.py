@@ -13,6 +13,7 @@ PACKAGE = Path(recipe_ckpt.__file__).parent
 
 LAYERS = {
     "errors": 0,
+    "remote_url": 0,
     "layout": 0,
     "manifest": 0,
     "retention": 0,
@@ -21,6 +22,11 @@ LAYERS = {
     "validation": 0,
     "storage": 1,
     "remote": 1,
+    "remote_failures": 1,
+    "remote_trees": 1,
+    "remote_fsspec": 1,
+    "remote_worker": 1,
+    "remote_client": 1,
     "pulse": 1,
     "coordination": 1,
     "engines.base": 1,
@@ -49,7 +55,8 @@ USERS = {
     "torch": ["coordination", "data_state", "handler", "tensors", "engines", "sft"],
     "hydra": ["hydra_side"],
     "omegaconf": ["hydra_side"],
-    "fsspec": [],
+    "fsspec": ["remote_trees"],
+    "hdfs_native": ["remote_trees"],
     "ray": [],
     "transformers": ["sft"],
     "datasets": ["sft"],
@@ -144,7 +151,13 @@ def test_exported_names_are_these():
 
 @pytest.mark.parametrize(
     "modules",
-    ["recipe_ckpt", "recipe_ckpt.config", "recipe_ckpt.session, recipe_ckpt.lease", "recipe_ckpt.coordination"],
+    [
+        "recipe_ckpt",
+        "recipe_ckpt.config",
+        "recipe_ckpt.remote_client",
+        "recipe_ckpt.session, recipe_ckpt.lease",
+        "recipe_ckpt.coordination",
+    ],
 )
 def test_import_loads_no_torch_and_no_hydra(modules):
     script = (

@@ -38,7 +38,10 @@ class Remote(Protocol):
         ...
 
     def list_files(self, path: str) -> dict[str, int]:
-        """Return every file below a directory: its path relative to that, and its bytes. Unfinished ones are left out."""
+        """Return every file below a directory: its path relative to that, and its bytes; of an absent directory none.
+
+        Uploads that did not end (names in `.<32 hex digits>.tmp`) are left out.
+        """
         ...
 
     def read(self, path: str) -> bytes: ...
@@ -47,10 +50,16 @@ class Remote(Protocol):
         """Put a small file in place as a whole: a reader sees the old one or the new one. Makes its directory."""
 
     def put_file(self, local_path: str, path: str, on_bytes: OnBytes | None = None) -> None:
-        """Upload a file: under a temporary name, its size compared, then renamed over what has its name."""
+        """Upload a file: under a temporary name, its size compared, then renamed over what has its name.
+
+        What killed uploads of this file left there is removed first. An error of the local file is raised as it is.
+        """
 
     def get_file(self, path: str, local_path: str, on_bytes: OnBytes | None = None) -> tuple[int, str]:
-        """Download to a new local file and fsync it; return its bytes and its digest, as in a FileEntry."""
+        """Download to a local file and fsync it; return its bytes and its digest, as in a FileEntry.
+
+        After an error a part of it may be there.
+        """
         ...
 
     def rename(self, source: str, target: str) -> None:

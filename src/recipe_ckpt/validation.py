@@ -32,6 +32,15 @@ from recipe_ckpt.config import (
     TrainerConfig,
 )
 from recipe_ckpt.errors import ConfigError
+from recipe_ckpt.remote_url import HADOOP, has_credentials, parse_remote_url
+
+_REMOTE_MODULES = {
+    **dict.fromkeys(HADOOP, "hdfs_native"),
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+}
+"""What serves a URL, beside `file` and plain paths."""
 
 
 def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: str | None = None) -> dict[str, Any]:
@@ -140,6 +149,36 @@ def _settle_mirror(value: object) -> str | None:
             "checkpoint.default_hdfs_dir", value, "null", "A mirror is not available in this version: copy the root yourself."
         )
     return url
+
+
+def check_remote_url(key: str, url: str) -> str:
+    """Return a mirror's URL in its one spelling: a plain absolute path for a mounted disk. Nothing is asked over a network.
+
+    Raises:
+        ConfigError: it can't work as it stands, or what serves it is not installed. Passwords are not repeated.
+    """
+    found = parse_remote_url(url)
+    if has_credentials(url):
+        remedy = "HDFS takes HADOOP_USER_NAME or a Kerberos ticket, object stores their own variables or files."
+        raise ConfigError(key, f"{found.scheme}://***@...", "a URL without user name and password", remedy)
+    port = found.authority.rpartition(":")[2]
+    if ":" in found.authority and not port.isdigit() and not port.endswith("]"):
+        raise ConfigError(key, f"{found.scheme}://...", "a host, and a number as its port", "Write scheme://host:port/path.")
+    if found.is_disk:
+        if found.authority not in ("", "localhost"):
+            raise ConfigError(key, url, "file:///<absolute path>, or a plain path", "Write three slashes.")
+        return str(found)
+    if found.scheme not in _REMOTE_MODULES:
+        raise ConfigError(key, url, f"a path, or a URL of {['file', *_REMOTE_MODULES]}", "Mount it, or choose one of these.")
+    if not found.authority and found.scheme not in HADOOP:
+        raise ConfigError(key, url, "the name of a bucket after the slashes", f"Write {found.scheme}://bucket/path.")
+    if not found.authority and not {"HADOOP_CONF_DIR", "HADOOP_HOME"} & set(os.environ):
+        remedy = "Or set HADOOP_CONF_DIR to the directory with core-site.xml."
+        raise ConfigError(key, url, f"{found.scheme}://<NameNode or name service>/<path>", remedy)
+    module = _REMOTE_MODULES[found.scheme]
+    package = '"recipe-ckpt[hdfs]"' if found.scheme in HADOOP else module
+    _require_module(module, key, url, f"Run: pip install {package}.")
+    return str(found)
 
 
 def _check_bool(key: str, value: object) -> bool:
@@ -330,7 +369,9 @@ def check_section(group: str, keys: Collection[str], section: object) -> None:
 
 
 def _require_extra(module: str, key: str, found: object, *, or_else: str = "") -> None:
+    _require_module(module, key, found, f'Run: pip install "recipe-ckpt[sft]".{or_else}')
+
+
+def _require_module(module: str, key: str, found: object, remedy: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(
-            key, found, f"needs {module}, which is not installed", f'Run: pip install "recipe-ckpt[sft]".{or_else}'
-        )
+        raise ConfigError(key, found, f"needs {module}, which is not installed", remedy)

@@ -34,6 +34,10 @@ LAYERS = {
     "survey": 2,
     "store": 2,
     "resume": 3,
+    "transfer": 3,
+    "mirror": 3,
+    "uploader": 3,
+    "mirror_session": 3,
     "session": 3,
     "data_state": 3,
     "captured": 3,
@@ -136,6 +140,7 @@ def test_exported_names_are_these():
     names = [
         "CheckpointHandler",
         "LoadPolicy",
+        "MirrorPolicy",
         "NoCheckpoints",
         "OrchestrationMode",
         "ResumePoint",

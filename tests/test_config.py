@@ -42,13 +42,15 @@ def checkpoint(**values):
         ),
         ({"resume_mode": "resume_path"}, r"checkpoint.resume_from_path: found None; .*resume_mode=auto"),
         ({"resume_mode": "resume_path", "resume_from_path": ""}, "checkpoint.resume_from_path: found ''"),
-        ({"resume_from_path": "hdfs://nn/run"}, "checkpoint.resume_from_path: .*a local path"),
+        ({"on_upload_failure": "stop"}, r"checkpoint.on_upload_failure: .*\['raise', 'warn', 'ignore'\]"),
+        ({"max_remote_ckpt_to_keep": 0}, "checkpoint.max_remote_ckpt_to_keep: found 0"),
+        ({"max_pending_uploads": 0}, "checkpoint.max_pending_uploads: found 0"),
+        ({"exit_upload_wait_secs": -1.0}, "checkpoint.exit_upload_wait_secs: found -1.0"),
         ({"keep_every": 0}, "checkpoint.keep_every: found 0"),
         ({"keep_best": -1}, "checkpoint.keep_best: found -1"),
         ({"best_mode": "lowest"}, r"checkpoint.best_mode: .*\['min', 'max'\]"),
         ({"resume_from_path": "None"}, "checkpoint.resume_from_path: found 'None'.*write null"),
         ({"default_hdfs_dir": "none"}, "checkpoint.default_hdfs_dir: found 'none'.*write null"),
-        ({"default_hdfs_dir": "hdfs://nn/a"}, "checkpoint.default_hdfs_dir: .*not available in this version"),
         ({"default_local_dir": ""}, "checkpoint.default_local_dir: found ''.*checkpoint=none"),
         ({"default_local_dir": None}, "checkpoint.default_local_dir: found None"),
         ({"default_local_dir": "none"}, "checkpoint.default_local_dir: found 'none'.*write null"),
@@ -207,9 +209,9 @@ def test_every_option_composes_typed_and_has_a_comment_for_every_key(group, opti
 
 
 KEYS = {
-    "checkpoint=default": "async_save best_metric best_mode default_hdfs_dir default_local_dir keep_best keep_every"
-    " load_contents max_ckpt_to_keep on_data_mismatch on_save_failure rank_timeout_secs resume_from_path resume_mode"
-    " run_subdir save_contents",
+    "checkpoint=default": "async_save best_metric best_mode default_hdfs_dir default_local_dir exit_upload_wait_secs"
+    " keep_best keep_every load_contents max_ckpt_to_keep max_pending_uploads max_remote_ckpt_to_keep on_data_mismatch"
+    " on_save_failure on_upload_failure rank_timeout_secs resume_from_path resume_mode run_subdir save_contents",
     "trainer=default": "audit_file device experiment_name log_freq logger project_name save_freq"
     " save_interval_mins seed test_freq total_epochs total_training_steps",
     "optim=adamw": "betas clip_grad eps lr lr_decay_steps lr_scheduler_type lr_warmup_steps weight_decay",

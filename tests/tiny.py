@@ -124,8 +124,8 @@ class Run:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.handler.close()
+    def __exit__(self, *error: Any) -> None:
+        self.handler.__exit__(*error)
 
     def save(self, *steps: int) -> Run:
         """Save each step with the step as the engine's state and the data position."""

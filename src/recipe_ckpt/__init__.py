@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recipe_ckpt.build import NoCheckpoints, build_handler
     from recipe_ckpt.handler import CheckpointHandler
-    from recipe_ckpt.policies import LoadPolicy, OrchestrationMode, ResumePoint, SavePolicy
+    from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, OrchestrationMode, ResumePoint, SavePolicy
     from recipe_ckpt.retention import Retention
 
 _HOMES = {
     "CheckpointHandler": "recipe_ckpt.handler",
     "LoadPolicy": "recipe_ckpt.policies",
+    "MirrorPolicy": "recipe_ckpt.policies",
     "NoCheckpoints": "recipe_ckpt.build",
     "OrchestrationMode": "recipe_ckpt.policies",
     "ResumePoint": "recipe_ckpt.policies",
@@ -28,6 +29,7 @@ _HOMES = {
 __all__ = [
     "CheckpointHandler",
     "LoadPolicy",
+    "MirrorPolicy",
     "NoCheckpoints",
     "OrchestrationMode",
     "ResumePoint",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from recipe_ckpt.contents import Stateful
 from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.handler import CheckpointHandler
-from recipe_ckpt.policies import LoadPolicy, ResumePoint, SavePolicy
+from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, ResumePoint, SavePolicy
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.saving import SaveReport
+from recipe_ckpt.uploader import UploadReport
 from recipe_ckpt.validation import validate_checkpoint
 
 
@@ -36,12 +37,18 @@ def build_handler(
         train_dataloader,
         default_local_dir=os.path.join(settled["default_local_dir"], settled["run_subdir"]),
         max_ckpt_to_keep=settled["max_ckpt_to_keep"],
-        default_hdfs_dir=settled["default_hdfs_dir"],
+        default_hdfs_dir=settled["default_hdfs_dir"] and join_url(settled["default_hdfs_dir"], settled["run_subdir"]),
         resume_mode=settled["resume_mode"],
         resume_from_path=settled["resume_from_path"],
         lora_train_meta=lora_train_meta,
         save_policy=SavePolicy(settled["save_contents"], settled["on_save_failure"], settled["async_save"]),
         load_policy=LoadPolicy(settled["load_contents"], settled["on_data_mismatch"]),
+        mirror_policy=MirrorPolicy(
+            settled["on_upload_failure"],
+            settled["max_remote_ckpt_to_keep"],
+            settled["max_pending_uploads"],
+            settled["exit_upload_wait_secs"],
+        ),
         retention=Retention(
             every=settled["keep_every"],
             best=settled["keep_best"],
@@ -54,11 +61,16 @@ def build_handler(
     )
 
 
+def join_url(url: str, subdir: str) -> str:
+    return f"{url.rstrip('/')}/{subdir}" if subdir else url
+
+
 class NoCheckpoints:
     """A handler that saves and loads nothing: `checkpoint=none`."""
 
     resume_point: ResumePoint | None = None
     last_save: SaveReport | None = None
+    last_upload: UploadReport | None = None
 
     def __init__(self, engine: Any, train_dataloader: Any, **_: Any) -> None:
         """Take what a handler takes, and keep nothing of it."""
@@ -70,6 +82,9 @@ class NoCheckpoints:
         """Save nothing."""
 
     def wait(self) -> None:
+        """Nothing is in flight."""
+
+    def finish_uploads(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Nothing is in flight."""
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ class ResumeMode(StrEnum):
 
 # OmegaConf accepts an enum's names only, and `raise` can't be written as a name.
 FailurePolicy = StrEnum("FailurePolicy", ["raise", "warn"])
+UploadFailurePolicy = StrEnum("UploadFailurePolicy", ["raise", "warn", "ignore"])
 MismatchPolicy = StrEnum("MismatchPolicy", ["raise", "restart"])
 
 
@@ -60,7 +61,7 @@ class CheckpointConfig:
     default_local_dir: str = "checkpoints/${oc.select:trainer.project_name,sft}/${oc.select:trainer.experiment_name,test}"
     """The run's root. A relative one starts at the directory that the script was started in."""
     default_hdfs_dir: str | None = None
-    """A mirror of the root. Not available in this version: null."""
+    """A mirror of the root, kept in the background: hdfs://, any fsspec URL, or a directory; null keeps none."""
     max_ckpt_to_keep: int | None = None
     """How many of the newest checkpoints stay on disk; null keeps all."""
     keep_every: int | None = None
@@ -74,9 +75,9 @@ class CheckpointConfig:
     resume_mode: ResumeMode = ResumeMode.auto
     """auto: the newest good checkpoint, or a fresh start; disable: a fresh start; resume_path: exactly `resume_from_path`."""
     resume_from_path: str | None = None
-    """A `global_step_<N>` directory, or a run's root."""
+    """A `global_step_<N>` directory, or a run's root; here, or by its URL."""
     run_subdir: str = ""
-    """Appended to the root: a part of one experiment, like a job of a sweep."""
+    """Appended to the root and to the mirror: a part of one experiment, like a job of a sweep."""
     save_contents: list[str] = field(default_factory=lambda: list(CONTENTS))
     """Of model, optimizer, extra (progress, RNG, data position)."""
     load_contents: list[str] | None = None
@@ -85,6 +86,14 @@ class CheckpointConfig:
     """Copy the state and write it in the background, while training goes on; false waits until it is durable."""
     on_save_failure: FailurePolicy = FailurePolicy["raise"]
     """raise: a failed save stops the run; warn: it is an error in the log, and training goes on. The last must succeed."""
+    on_upload_failure: UploadFailurePolicy = UploadFailurePolicy["warn"]
+    """raise: a mirror that can't keep up stops the run at its next save; warn: an error in the log; ignore: nothing."""
+    max_remote_ckpt_to_keep: int | None = None
+    """How many of the newest checkpoints stay on the mirror; null keeps all."""
+    max_pending_uploads: int = 2
+    """Old checkpoints stay on disk until they are uploaded, but not while more than so many wait."""
+    exit_upload_wait_secs: float = 600.0
+    """How long the end of a run waits for uploads; the next start sends what is missing."""
     on_data_mismatch: MismatchPolicy = MismatchPolicy["raise"]
     """When the data set is not the one of the checkpoint. raise: stop; restart: start the epoch over."""
     rank_timeout_secs: int = 600

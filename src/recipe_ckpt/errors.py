@@ -11,6 +11,7 @@ CheckpointError
 ├── LeaseHeldError (RuntimeError)               another process writes into this root
 ├── RootNotSharedError (RuntimeError)           the ranks do not see one file system
 ├── SaveFailedError (RuntimeError)              a save did not become a checkpoint
+├── UploadFailedError (RuntimeError)            the mirror fell behind, and `on_upload_failure` is `raise`
 ├── RemoteError (OSError)                       the mirror's server
 │   ├── RemoteUnreachableError (ConnectionError)  gives no answer now; later it may
 │   └── RemoteRefusedError (PermissionError)    refuses, and will again
@@ -79,6 +80,12 @@ class RootNotSharedError(CheckpointError, RuntimeError):
 
 class SaveFailedError(CheckpointError, RuntimeError):
     """A save did not become a checkpoint; what was there before is untouched."""
+
+
+class UploadFailedError(CheckpointError, RuntimeError):
+    """Checkpoints could not be uploaded, and `on_upload_failure` is `raise`; on the local disk they are whole."""
+
+    is_final = True
 
 
 class RemoteError(CheckpointError, OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -14,12 +14,15 @@ from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.errors import CheckpointError, ConfigError
 from recipe_ckpt.lease import find_launch_id
 from recipe_ckpt.loading import Resumer
-from recipe_ckpt.policies import LoadPolicy, OrchestrationMode, ResumePoint, SavePolicy
+from recipe_ckpt.mirror_session import OpenRemote
+from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, OrchestrationMode, ResumePoint, SavePolicy
+from recipe_ckpt.remote_client import RemoteClient
 from recipe_ckpt.resume import Request
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.saving import Saver, SaveReport
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage, Storage
+from recipe_ckpt.uploader import UploadReport
 from recipe_ckpt.validation import validate_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -36,13 +39,16 @@ class CheckpointHandler:
         train_dataloader: its sampler's global position is saved, or else its `state_dict()`.
         default_local_dir: the run's root; relative to the working directory.
         max_ckpt_to_keep: how many checkpoints stay; None keeps all.
+        default_hdfs_dir: the mirror: a URL of any fsspec file system, or a directory (a mounted disk).
         resume_mode: `auto`, `disable` or `resume_path`.
-        resume_from_path: a `global_step_<N>` directory or a run's root.
+        resume_from_path: a `global_step_<N>` directory or a run's root, here or by its URL.
+        mirror_policy: how the mirror keeps up, and what follows if it does not.
         retention: what stays beside the newest ones: every so many steps, the best ones.
         lora_train_meta: `{"r", "lora_alpha", "task_type"}`, written as `lora_train_meta.json`.
         extra_state: further state by name.
         documents: texts by file name that go into each checkpoint, such as `config.yaml`.
         coordinator: who the ranks are; by default found from `torch.distributed`.
+        open_remote: connects to a URL; by default in a process of its own.
 
     Raises:
         ConfigError: an argument can't work.
@@ -62,14 +68,17 @@ class CheckpointHandler:
         lora_train_meta: Mapping[str, Any] | None = None,
         save_policy: SavePolicy | None = None,
         load_policy: LoadPolicy | None = None,
+        mirror_policy: MirrorPolicy | None = None,
         retention: Retention | None = None,
         rank_timeout_secs: float = 600.0,
         extra_state: Mapping[str, Stateful] | None = None,
         documents: Mapping[str, str] | None = None,
         coordinator: Coordinator | None = None,
         storage: Storage | None = None,
+        open_remote: OpenRemote = RemoteClient,
     ) -> None:
         self._save_policy = save_policy or SavePolicy()
+        self._mirror_policy = mirror_policy or MirrorPolicy()
         self._load_policy = load_policy or LoadPolicy(self._save_policy.contents)
         settled = validate_checkpoint(
             {
@@ -82,12 +91,18 @@ class CheckpointHandler:
                 "load_contents": list(self._load_policy.contents),
                 "on_save_failure": self._save_policy.on_failure,
                 "on_data_mismatch": self._load_policy.on_data_mismatch,
+                "on_upload_failure": self._mirror_policy.on_failure,
+                "max_remote_ckpt_to_keep": self._mirror_policy.max_to_keep,
+                "max_pending_uploads": self._mirror_policy.max_pending,
+                "exit_upload_wait_secs": self._mirror_policy.exit_wait_secs,
             }
         )
         _refuse_ray(mode)
         check_names(documents or (), extra_state or ())
         self.root: str = settled["default_local_dir"]
         self.resume_point: ResumePoint | None = None
+        self._mirror_url: str | None = settled["default_hdfs_dir"]
+        self._open_remote = open_remote
         self._retention = replace(retention or Retention(), max_to_keep=settled["max_ckpt_to_keep"])
         self._storage = storage or LocalStorage()
         self._coordinator = coordinator or _find_coordinator(rank_timeout_secs)
@@ -112,6 +127,16 @@ class CheckpointHandler:
         """What the last finished save took on this rank."""
         return self._saver.last_save if self._saver else None
 
+    @property
+    def last_upload(self) -> UploadReport | None:
+        """What the last step that reached the mirror took; None on ranks but 0."""
+        return self._session.last_upload if self._session else None
+
+    @property
+    def pending_uploads(self) -> list[int]:
+        """Steps that the mirror does not have yet, the newest first; empty on ranks but 0."""
+        return self._session.pending_uploads if self._session else []
+
     def load_checkpoint(self) -> int:
         """Restore the run and return its step; 0 is a fresh start, with `resume_point` None. Collective, once.
 
@@ -122,7 +147,7 @@ class CheckpointHandler:
         if self._session is not None or self._saver is not None:
             raise RuntimeError("load_checkpoint() was called before: a handler resumes once")
         if self._coordinator.rank == 0:
-            self._session = RootSession(self.root, self._storage, self._request)
+            self._session = self._open_session()
         resumer = Resumer(
             self._coordinator, self._storage, self.root, self._contents, self._load_policy.contents, self._session
         )
@@ -162,21 +187,36 @@ class CheckpointHandler:
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in flight, give the root's lease back, and drop the connection between the ranks.
+        """Wait for the save in flight and for uploads, give the root's lease back, and drop the connection between the ranks.
 
-        May be called twice.
+        Uploads are waited for at most `exit_wait_secs`, on rank 0 only. Leaving a `with` block by an exception does not wait
+        for them: the next start sends what is missing. May be called twice.
 
         Raises:
             SaveFailedError: the last save failed, also if `on_save_failure` is `warn`: no later one makes up for it.
+            UploadFailedError: the mirror refused, and `on_upload_failure` is `raise`.
         """
+        self._close(wait_for_uploads=True)
+
+    def finish_uploads(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait on rank 0 until the mirror has every save, at most `exit_wait_secs`; `should_stop` ends the wait."""
+        self.wait()
+        if self._session is not None:
+            self._session.drain(should_stop)
+
+    def _close(self, *, wait_for_uploads: bool) -> None:
+        session, saver = self._session, self._saver
+        self._session = self._saver = None
         try:
-            if self._saver is not None:
-                self._saver.finish()
+            if saver is not None:
+                saver.finish()
+            self._coordinator.close()  # the other ranks need not wait for the uploads
+            if session is not None and wait_for_uploads:
+                session.drain(lambda: False)
+                session.raise_upload_failure()
         finally:
-            if self._session is not None:
-                self._session.close()
-            self._session = None
-            self._saver = None
+            if session is not None:
+                session.close()
             self._coordinator.close()
 
     def __enter__(self) -> Self:
@@ -184,11 +224,22 @@ class CheckpointHandler:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._close(wait_for_uploads=error is None)
         except CheckpointError as own:
             if error is None:
                 raise
             logger.error("%s", own)  # what ended the block comes first
+
+    def _open_session(self) -> RootSession:
+        return RootSession(
+            self.root,
+            self._storage,
+            self._request,
+            self._retention,
+            mirror_url=self._mirror_url,
+            mirror_policy=self._mirror_policy,
+            open_remote=self._open_remote,
+        )
 
     def _tell_start(self, archived: str | None) -> None:
         if self._coordinator.rank != 0:

@@ -17,6 +17,7 @@ TRASH_DIR = ".trash"
 PINS_DIR = ".pins"
 ARCHIVE_DIR = "archive"
 ARCHIVING = ".archiving"
+PULLED_DIR = ".pulled"
 COMMITTING_SUFFIX = ".committing"
 
 MANIFEST = "manifest.json"

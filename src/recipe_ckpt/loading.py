@@ -16,9 +16,11 @@ from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, State
 from recipe_ckpt.manifest import FileTable, decode_json
 from recipe_ckpt.policies import ResumePoint
 from recipe_ckpt.resume import Candidate
-from recipe_ckpt.session import RootSession
+from recipe_ckpt.session import BUSY, RootSession
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.survey import Commit, read_commit, read_files
+
+_POLL_SECS = 5.0
 
 
 class Resumer:
@@ -59,10 +61,11 @@ class Resumer:
             if damage is None:
                 break
             self._refuse(candidate, damage)
+        # Before the start, which removes what was downloaded for it.
+        metrics = self._coordinator.lead(lambda: self._read_metrics(candidate)) if candidate else {}
         archived = self._coordinator.lead(lambda: self._leader().start_from(candidate))
         if candidate is None:
             return None, archived
-        metrics = self._coordinator.lead(lambda: self._read_metrics(candidate))
         return ResumePoint(candidate.step, candidate.path, candidate.reason, metrics), archived
 
     def _open_root(self) -> str:
@@ -87,8 +90,23 @@ class Resumer:
         )
 
     def _next_candidate(self) -> Candidate | None:
-        found = self._coordinator.lead(lambda: _to_json(self._leader().next_candidate()))
-        return None if found is None else Candidate(**found)
+        """Return the next candidate, which lies in the file system of all ranks: downloaded, if it did not."""
+        while True:
+            found = self._coordinator.lead(lambda: _to_json(self._leader().next_candidate()))
+            if found is None:
+                return None
+            candidate = Candidate(**found)
+            damage = self._pull(candidate) if candidate.url else None
+            if damage is None:
+                return candidate
+            self._refuse(candidate, damage)
+
+    def _pull(self, candidate: Candidate) -> str | None:
+        """Have rank 0 download a candidate; return what is damaged there. The others hear from it all the while."""
+        outcome: str | None = BUSY
+        while outcome == BUSY:
+            outcome = self._coordinator.lead(lambda: self._leader().poll_pull(candidate, _POLL_SECS))
+        return outcome
 
     def _refuse(self, candidate: Candidate, damage: str) -> None:
         self._coordinator.lead(lambda: self._leader().refuse(candidate, damage))

@@ -37,6 +37,20 @@ class LoadPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorPolicy:
+    """How the mirror keeps up.
+
+    `on_failure` is `raise`, `warn` or `ignore`. `max_to_keep` is how many of the newest stay there (None: all). Local
+    retention waits for uploads, but not for more than `max_pending` of them. `exit_wait_secs` is how long `close` waits.
+    """
+
+    on_failure: str = "warn"
+    max_to_keep: int | None = None
+    max_pending: int = 2
+    exit_wait_secs: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
 class ResumePoint:
     """Where this run started from; `metrics` are those of its save."""
 

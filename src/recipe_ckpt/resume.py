@@ -35,7 +35,8 @@ class Request:
 class Candidate:
     """A checkpoint that the run may start from. `digest` is None for a foreign one, which has no manifest.
 
-    `is_inside` says that it lies in the run's own root, `is_named` that `resume_from_path` names it.
+    `is_inside` says that it lies in the run's own root, `is_named` that `resume_from_path` names it. With a `url` it has to
+    be downloaded to `path` first.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Candidate:
     reason: str
     is_inside: bool = True
     is_named: bool = False
+    url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class Saver:
         finally:
             if isinstance(captured, Captured):
                 captured.release()
-        if self._session is not None and (pruned := self._session.prune(self._retention)):
+        if self._session is not None and (pruned := self._session.prune()):
             logger.info("pruned the steps %s", pruned)
         return size_bytes, write_secs
 

@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from recipe_ckpt.errors import CheckpointError, ConfigError, DamagedCheckpointError, NothingToResumeError
+from recipe_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    LineageError,
+    NothingToResumeError,
+)
 from recipe_ckpt.lease import Lease
 from recipe_ckpt.manifest import FileEntry
+from recipe_ckpt.mirror_session import MirrorSession, OpenRemote
+from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Staging, Store
 from recipe_ckpt.survey import Commit, Survey, read_commit, read_files, survey
+from recipe_ckpt.uploader import UploadReport
 
 logger = logging.getLogger(__name__)
+
+BUSY = "busy"
 
 
 class RootSession:
     """The writer's side of one root, from `open` to `close`. Lives on rank 0 only."""
 
-    def __init__(self, root: str, storage: Storage, request: Request) -> None:
+    def __init__(
+        self,
+        root: str,
+        storage: Storage,
+        request: Request,
+        retention: Retention,
+        *,
+        mirror_url: str | None,
+        mirror_policy: MirrorPolicy,
+        open_remote: OpenRemote,
+    ) -> None:
         self._storage = storage
         self._request = request
+        self._retention = retention
         self._store = Store(root, storage)
+        self._mirror = MirrorSession(mirror_url, self._store, storage, request, mirror_policy, retention, open_remote)
         self._lease = Lease(root, storage, request.launch_id)
         self._found = Survey()
         self._plan = Plan(())
         self._refused: dict[str, str] = {}
         self._next: Iterator[Candidate] = iter(())
+
+    @property
+    def last_upload(self) -> UploadReport | None:
+        return self._mirror.last_upload
+
+    @property
+    def pending_uploads(self) -> list[int]:
+        return self._mirror.pending
 
     @property
     def lease_token(self) -> str:
@@ -45,13 +77,16 @@ class RootSession:
             LeaseHeldError: another process writes here.
             DamagedCheckpointError: a file can't be read, so nothing may be decided from what lies here.
             CheckpointError: an explicit path can't be used.
+            RemoteError: the mirror can't be used, and is needed.
         """
         self._make_root_and_take_lease()
         atexit.register(self._lease.release)
         with _errors_of_the_disk(self._store.root):
             for line in self._store.recover():
                 logger.warning("%s: %s", self._store.root, line)
+            self._mirror.clear_pulled()
             self._found = survey(self._storage, self._store.root)
+            self._found = self._mirror.join(self._found, next(self._readable_branch(), None))
             self._plan = self._decide()
         self._refused = dict(self._plan.refused or {})
         self._next = iter(self._plan.candidates)
@@ -60,13 +95,16 @@ class RootSession:
         self._warn_if_tight()
 
     def next_candidate(self) -> Candidate | None:
-        """Return the next checkpoint worth trying; None means a fresh start.
+        """Return the next checkpoint worth trying; None means a fresh start. One with a URL is to be pulled first.
 
         Raises:
             NothingToResumeError: checkpoints are here, and none of them can be used.
             CheckpointError: the one that the user named can't be used.
         """
-        for candidate in self._next:
+        while (found := next(self._next, None)) is not None:
+            candidate = self._mirror.locate(found)
+            if candidate.url is not None:
+                return candidate
             problem = find_problem(self._storage, candidate, self._request.contents)
             if problem is None:
                 return candidate
@@ -75,12 +113,27 @@ class RootSession:
             raise self._nothing_usable()
         return None
 
+    def poll_pull(self, candidate: Candidate, within_secs: float) -> str | None:
+        """Download a candidate, begun by the first call: "busy" until that has ended, then None, or what is damaged there.
+
+        Raises:
+            RemoteError, OSError: it could not be downloaded.
+        """
+        try:
+            return None if self._mirror.poll_pull(candidate, within_secs) else BUSY
+        except (DamagedCheckpointError, LineageError) as error:
+            return str(error)
+
     def refuse(self, candidate: Candidate, reason: str) -> None:
-        """Note why a candidate is passed over.
+        """Note why a candidate is passed over. The mirror's copy of a damaged one comes next, if there is one.
 
         Raises:
             NothingToResumeError: the user named it, so nothing may take its place.
         """
+        if self._mirror.is_worth_a_download(candidate):
+            logger.warning("%s: %s. The mirror has it, too", candidate.path, reason)
+            self._next = chain([candidate], self._next)
+            return
         self._refused[candidate.path] = reason
         if self._plan.is_explicit:
             raise NothingToResumeError(
@@ -98,31 +151,45 @@ class RootSession:
         archived = None
         if candidate is None or not candidate.is_inside:
             with _errors_of_the_disk(self._store.root):
-                archived = self._store.archive(self._found.lineage)
+                archived_there = self._mirror.archive()
+                archived = self._store.archive(self._found.lineage) or archived_there
             self._found = Survey()
         self._store.adopt(self._found, origin)
+        self._mirror.clear_pulled()
+        self._mirror.begin_uploads()
         return archived
 
     def begin(self, staging: Staging) -> None:
+        self._mirror.raise_failure()
         self._lease.check()  # before staging is cleared: another process may be writing there by now
         self._store.begin(staging)
 
     def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
-        return self._store.commit(
+        commit = self._store.commit(
             staging, entries, {**facts, "launch_id": self._request.launch_id}, check_lease=self._lease.check
         )
+        self._mirror.add(commit.entry())
+        return commit
 
     def abandon(self, staging: Staging) -> None:
         self._store.abandon(staging)
 
-    def prune(self, retention: Retention) -> list[int]:
+    def prune(self) -> list[int]:
         try:
-            return self._store.prune(retention)
+            return self._store.prune(self._retention, self._mirror.let_go)
         except OSError as error:
             logger.warning("%s: nothing was pruned, will be tried again: %s", self._store.root, error)
             return []
 
+    def drain(self, should_stop: Callable[[], bool]) -> None:
+        """Wait for the uploads that are not done, at most `exit_upload_wait_secs`."""
+        self._mirror.drain(should_stop)
+
+    def raise_upload_failure(self) -> None:
+        self._mirror.raise_failure()
+
     def close(self) -> None:
+        self._mirror.close()
         self._lease.release()
         atexit.unregister(self._lease.release)
 
@@ -163,18 +230,24 @@ class RootSession:
         named: Candidate | CheckpointError | None = None
         if self._request.path is not None and self._request.mode != "disable":
             try:
-                named = inspect_path(self._storage, self._request.path, self._store.root)
+                named = self._inspect(self._request.path)
             except CheckpointError as error:
                 named = error
         newest = next(self._readable_branch(), None)
         return decide(self._request, self._store.root, self._found, newest=newest, named=named)
+
+    def _inspect(self, path: str) -> Candidate:
+        if "://" in path or self._mirror.covers(path):
+            return self._mirror.inspect_url(path)
+        return inspect_path(self._storage, path, self._store.root)
 
     def _readable_branch(self) -> Iterator[Commit]:
         for entry in self._found.branch:
             try:
                 yield read_commit(self._storage, self._store.path_of(entry.step))
             except (CheckpointError, OSError):
-                continue
+                if (commit := self._mirror.read(entry)) is not None:
+                    yield commit
 
     def _read(self, candidate: Candidate | None) -> Commit | None:
         if candidate is None or candidate.digest is None:

@@ -72,6 +72,11 @@ class Store:
     def path_of(self, step: int) -> str:
         return os.path.join(self.root, layout.build_step_name(step))
 
+    @property
+    def last_sequence(self) -> int:
+        """The highest sequence ever given out."""
+        return self._last_sequence
+
     # --- where the next commit comes from
 
     def adopt(self, found: Survey, origin: Origin) -> None:
@@ -134,17 +139,36 @@ class Store:
         except OSError as error:
             logger.warning("%s: could not be removed: %s", staging.path, error)
 
-    def prune(self, retention: Retention) -> list[int]:
+    def admit(self, staging: Staging) -> None:
+        """Put a step that was downloaded into staging in its place, as a commit does. Durable on return.
+
+        It becomes the root's newest if its sequence is the highest; what has its name makes room.
+        """
+        self._mark_commit(staging)
+        target = self.path_of(staging.step)
+        if self.storage.exists(target):
+            if self._is_broken_copy(target, staging):
+                self._displace_into_trash(target, staging)
+            else:
+                self._move_into_archive(staging.step)
+        self.storage.rename(staging.path, target)
+        self._sync_publication()
+        self._roll_forward(staging.step)
+        self._clear(layout.STAGING_DIR)
+        self._clear(layout.TRASH_DIR)
+
+    def prune(self, retention: Retention, let_go: Callable[[list[int]], list[int]] = list) -> list[int]:
         """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time.
 
-        What a rewind left behind is moved into the archive instead: it is newer than what it would make room for.
+        `let_go` says which of them may be deleted now. What a rewind left behind is moved into the archive instead: it is
+        newer than what it would make room for.
         """
         present = {step for step in list_steps(self.storage, self.root) if self._is_committed(step)}
         known = [(entry, True) for entry in self.origin.branch]
         known += [(entry, False) for entry in self._left_behind.values()]
-        kept = [_rate(entry, retention, on_branch) for entry, on_branch in known if entry.step in present]
+        kept = [rate(entry, retention, on_branch) for entry, on_branch in known if entry.step in present]
         deleted = []
-        for step in choose_deletions(kept, retention, pinned=list_pins(self.storage, self.root)):
+        for step in let_go(choose_deletions(kept, retention, pinned=list_pins(self.storage, self.root))):
             try:
                 self._delete(step)
                 deleted.append(step)
@@ -314,11 +338,21 @@ class Store:
     def _displace(self, target: str, staging: Staging) -> None:
         """Make room for a save: what it descends from goes, whatever else has its name is moved into the archive."""
         if self._descends_from(staging, target):
-            trash = self._inside(layout.TRASH_DIR)
-            self.storage.make_dirs(trash)
-            self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(staging.step, staging.uid)))
+            self._displace_into_trash(target, staging)
         else:
             self._move_into_archive(staging.step)
+
+    def _displace_into_trash(self, target: str, staging: Staging) -> None:
+        trash = self._inside(layout.TRASH_DIR)
+        self.storage.make_dirs(trash)
+        self.storage.rename(target, os.path.join(trash, layout.build_displaced_name(staging.step, staging.uid)))
+
+    def _is_broken_copy(self, target: str, staging: Staging) -> bool:
+        """Say whether a step is the same checkpoint as the downloaded one, or none at all."""
+        try:
+            return read_commit(self.storage, target).digest == read_commit(self.storage, staging.path).digest
+        except (CheckpointError, OSError):
+            return True
 
     def _descends_from(self, staging: Staging, target: str) -> bool:
         try:
@@ -406,7 +440,7 @@ class Store:
         return os.path.join(self.root, name)
 
 
-def _rate(entry: BranchEntry, retention: Retention, on_branch: bool) -> Kept:
+def rate(entry: BranchEntry, retention: Retention, on_branch: bool) -> Kept:
     metric = entry.metrics.get(retention.best_metric or "")
     return Kept(entry.step, entry.sequence, on_branch, None if metric is None else float(metric))
 

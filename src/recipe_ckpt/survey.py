@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from recipe_ckpt import layout
-from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, LineageError
+from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, LineageError, RemoteError
 from recipe_ckpt.manifest import (
     BranchEntry,
     FileEntry,
@@ -22,7 +22,7 @@ from recipe_ckpt.manifest import (
     digest_manifest,
     is_in_ranges,
 )
-from recipe_ckpt.storage import Storage, describe_file
+from recipe_ckpt.storage import Readable, Storage, describe_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Survey:
     notes: list[str] = field(default_factory=list)
 
 
-def read_commit(storage: Storage, path: str) -> Commit:
+def read_commit(storage: Readable, path: str) -> Commit:
     """Read the manifest of a step directory.
 
     Raises:
@@ -78,7 +78,7 @@ def read_commit(storage: Storage, path: str) -> Commit:
     return Commit(path, digest_manifest(data), manifest)
 
 
-def read_files(storage: Storage, commit: Commit) -> FileTable:
+def read_files(storage: Readable, commit: Commit) -> FileTable:
     """Read and check the file table of a checkpoint.
 
     Raises:
@@ -87,6 +87,8 @@ def read_files(storage: Storage, commit: Commit) -> FileTable:
     path = os.path.join(commit.path, layout.FILE_TABLE)
     try:
         data = storage.read(path)
+    except RemoteError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: {error}", step=commit.manifest.step, path=path) from error
     if digest_bytes(data).hex() != commit.manifest.files_digest:
@@ -120,7 +122,7 @@ def verify(storage: Storage, path: str, *, read_all: bool) -> str | None:
         return str(error)
 
 
-def survey(storage: Storage, root: str) -> Survey:
+def survey(storage: Readable, root: str) -> Survey:
     """Read what a resume decision needs; of the checkpoints that `run.json` names no file is opened."""
     found = Survey(tracker=_read_tracker(storage, root))
     record = _read_record(storage, root, found)
@@ -144,19 +146,19 @@ def survey(storage: Storage, root: str) -> Survey:
     return found
 
 
-def list_steps(storage: Storage, root: str) -> set[int]:
+def list_steps(storage: Readable, root: str) -> set[int]:
     """Return the steps for which a directory of the right name exists, whatever is in it."""
     return {
         step for entry in storage.list_dir(root) if entry.is_dir and (step := layout.parse_step_name(entry.name)) is not None
     }
 
 
-def list_pins(storage: Storage, root: str) -> set[int]:
+def list_pins(storage: Readable, root: str) -> set[int]:
     names = (entry.name for entry in storage.list_dir(os.path.join(root, layout.PINS_DIR)))
     return {int(name) for name in names if name.isascii() and name.isdigit()}
 
 
-def _read_tracker(storage: Storage, root: str) -> int | str | None:
+def _read_tracker(storage: Readable, root: str) -> int | str | None:
     try:
         text = storage.read(os.path.join(root, layout.TRACKER)).decode(errors="replace")
     except FileNotFoundError:
@@ -165,17 +167,19 @@ def _read_tracker(storage: Storage, root: str) -> int | str | None:
     return text if step is None else step
 
 
-def _read_tracked(storage: Storage, root: str, found: Survey) -> Commit | None:
+def _read_tracked(storage: Readable, root: str, found: Survey) -> Commit | None:
     if found.tracker not in {entry.step for entry in found.branch[1:]}:
         return None
     try:
         return read_commit(storage, os.path.join(root, layout.build_step_name(int(found.tracker))))
+    except RemoteError:
+        raise
     except (CheckpointError, OSError) as error:
         found.notes.append(f"{layout.TRACKER} names step {found.tracker}, which can't be read: {error}")
         return None
 
 
-def _read_record(storage: Storage, root: str, found: Survey) -> RunRecord | None:
+def _read_record(storage: Readable, root: str, found: Survey) -> RunRecord | None:
     path = os.path.join(root, layout.RUN_RECORD)
     try:
         return RunRecord.decode(storage.read(path), path)
@@ -186,7 +190,7 @@ def _read_record(storage: Storage, root: str, found: Survey) -> RunRecord | None
         return None
 
 
-def _classify(storage: Storage, path: str, step: int, found: Survey) -> None:
+def _classify(storage: Readable, path: str, step: int, found: Survey) -> None:
     try:
         found.others[step] = read_commit(storage, path)
     except FileNotFoundError:
@@ -195,6 +199,8 @@ def _classify(storage: Storage, path: str, step: int, found: Survey) -> None:
             found.foreign.add(step)
         else:
             found.refused[step] = problem
+    except RemoteError:
+        raise  # nothing is known about it
     except (CheckpointError, OSError) as error:
         found.refused[step] = str(error)
 

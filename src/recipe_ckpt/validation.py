@@ -30,6 +30,7 @@ from recipe_ckpt.config import (
     ResumeMode,
     TinyModelConfig,
     TrainerConfig,
+    UploadFailurePolicy,
 )
 from recipe_ckpt.errors import ConfigError
 from recipe_ckpt.remote_url import HADOOP, has_credentials, parse_remote_url
@@ -81,13 +82,19 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
         **found,
         "default_local_dir": _settle_root(found["default_local_dir"], launch_dir),
         "run_subdir": _settle_subdir(found["run_subdir"]),
-        "default_hdfs_dir": _settle_mirror(found["default_hdfs_dir"]),
+        "default_hdfs_dir": _settle_mirror(found["default_hdfs_dir"], launch_dir),
         "max_ckpt_to_keep": _check_int("checkpoint.max_ckpt_to_keep", found["max_ckpt_to_keep"], nullable=True),
         "keep_every": _check_int("checkpoint.keep_every", found["keep_every"], nullable=True),
         "keep_best": _check_int("checkpoint.keep_best", found["keep_best"], nullable=True),
         "best_mode": _choose(BestMode, "checkpoint.best_mode", found["best_mode"]),
         "async_save": _check_bool("checkpoint.async_save", found["async_save"]),
         "on_save_failure": _choose(FailurePolicy, "checkpoint.on_save_failure", found["on_save_failure"]),
+        "on_upload_failure": _choose(UploadFailurePolicy, "checkpoint.on_upload_failure", found["on_upload_failure"]),
+        "max_remote_ckpt_to_keep": _check_int(
+            "checkpoint.max_remote_ckpt_to_keep", found["max_remote_ckpt_to_keep"], nullable=True
+        ),
+        "max_pending_uploads": _check_int("checkpoint.max_pending_uploads", found["max_pending_uploads"]),
+        "exit_upload_wait_secs": _check_float("checkpoint.exit_upload_wait_secs", found["exit_upload_wait_secs"], at_least=0),
         "on_data_mismatch": _choose(MismatchPolicy, "checkpoint.on_data_mismatch", found["on_data_mismatch"]),
         "rank_timeout_secs": _check_int("checkpoint.rank_timeout_secs", found["rank_timeout_secs"]),
         **_settle_resume(found["resume_mode"], found["resume_from_path"], launch_dir),
@@ -116,7 +123,7 @@ def _settle_resume(mode: object, path: object, launch_dir: str) -> dict[str, Any
     chosen = _choose(ResumeMode, "checkpoint.resume_mode", mode)
     settled = _settle_path("checkpoint.resume_from_path", path, launch_dir)
     if settled is not None and "://" in settled:
-        raise ConfigError("checkpoint.resume_from_path", path, "a local path", "Copy the checkpoint to a disk first.")
+        settled = check_remote_url("checkpoint.resume_from_path", settled)
     if chosen is ResumeMode.resume_path and settled is None:
         raise ConfigError(
             "checkpoint.resume_from_path",
@@ -142,13 +149,9 @@ def _settle_contents(save: object, load: object) -> dict[str, list[str]]:
     return {"save_contents": saved, "load_contents": loaded}
 
 
-def _settle_mirror(value: object) -> str | None:
-    url = _settle_text("checkpoint.default_hdfs_dir", value)
-    if url is not None:
-        raise ConfigError(
-            "checkpoint.default_hdfs_dir", value, "null", "A mirror is not available in this version: copy the root yourself."
-        )
-    return url
+def _settle_mirror(value: object, launch_dir: str) -> str | None:
+    url = _settle_path("checkpoint.default_hdfs_dir", value, launch_dir)
+    return None if url is None else check_remote_url("checkpoint.default_hdfs_dir", url)
 
 
 def check_remote_url(key: str, url: str) -> str:
@@ -345,12 +348,14 @@ def _check_int(key: str, value: Any, *, at_least: int = 1, nullable: bool = Fals
 
 def _check_float(
     key: str, value: float, *, above: float = -math.inf, at_least: float = -math.inf, below: float = math.inf
-) -> None:
+) -> float:
+    """Return the value."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= above or value < at_least or value >= below:
         limit = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}"
         limit += f" and < {below:g}" if below < math.inf else ""
         raise ConfigError(key, value, f"a number{limit}", "Change it.")
+    return value
 
 
 def _check_known(group: str, values: Collection[str], known: Collection[str]) -> None:

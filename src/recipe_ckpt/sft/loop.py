@@ -100,6 +100,9 @@ def run(recipe: Recipe) -> float | None:
         for _ in train(current, stop):
             pass
         show_answers(current)
+        current.handler.finish_uploads(lambda: stop.is_set)
+        if stop.is_set:
+            stop.leave()
         return current.metric
 
 
@@ -164,6 +167,7 @@ def train(run: Run, stop: StopRequest | None = None) -> Iterator[int]:
                 reporter.flush()  # a resume draws on from the checkpoint: what is before it must be there
                 run.handler.save_checkpoint(run.step, metrics=run.metrics)
                 reporter.report_save(run.handler.last_save)
+                reporter.report_upload(run.handler.last_upload)
                 wishes.note_save()
             yield run.step
             if wishes.signal and run.step < run.total_steps:

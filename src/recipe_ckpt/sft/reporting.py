@@ -16,6 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from recipe_ckpt.config import TrainerConfig
 from recipe_ckpt.saving import SaveReport
+from recipe_ckpt.uploader import UploadReport
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Reporter:
         self._bar: Any = None
         self._curves: Any = None
         self._drawn_save = -1
+        self._drawn_upload = -1
         if self._has_console:
             self._stack.enter_context(logging_redirect_tqdm())
             # disable=None: no bar where nobody looks at it, in files and pipes
@@ -80,6 +82,13 @@ class Reporter:
         seconds = {"wait": save.wait_secs, "stage": save.stage_secs, "write": save.write_secs, "commit": save.commit_secs}
         self._draw(save.step, {f"save/{phase}_secs": took for phase, took in seconds.items()})
         self._draw(save.step, {"save/stall_secs": save.stall_secs, "save/size_mb": save.size_bytes / 1e6})
+
+    def report_upload(self, upload: UploadReport | None) -> None:
+        """Draw the last finished upload: beside training, that may be of an older save."""
+        if upload is None or upload.step == self._drawn_upload:
+            return
+        self._drawn_upload = upload.step
+        self._draw(upload.step, {"save/upload_secs": upload.upload_secs, "save/upload_mb": upload.sent_bytes / 1e6})
 
     def flush(self) -> None:
         if self._curves is not None:

@@ -1,0 +1,106 @@
+"""Many files at once, over a connection that may fail for a while."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_when_event_set, wait_random_exponential
+from tenacity.nap import sleep_using_event
+
+from recipe_ckpt import layout
+from recipe_ckpt.errors import DamagedCheckpointError, RemoteUnreachableError
+from recipe_ckpt.manifest import FileEntry, Manifest
+from recipe_ckpt.remote import OnBytes, Remote
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.survey import Commit, read_commit, read_files
+
+PARALLEL_FILES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPace:
+    """When to try again: soon, then less often; after `attempts` the failure is told, and uploads rest for `rest_secs`."""
+
+    first_secs: float = 1.0
+    longest_secs: float = 20.0
+    attempts: int = 5
+    rest_secs: float = 20.0
+
+
+def build_retrying(pace: RetryPace, ended: threading.Event) -> Retrying:
+    """Return a caller that repeats, with jitter, what may pass; not what was refused, and not once `ended` is set."""
+    return Retrying(
+        retry=retry_if_exception_type(RemoteUnreachableError),
+        wait=wait_random_exponential(multiplier=pace.first_secs, max=pace.longest_secs),
+        stop=stop_after_attempt(pace.attempts) | stop_when_event_set(ended),
+        sleep=sleep_using_event(ended),
+        reraise=True,
+    )
+
+
+def fetch(remote: Remote, name: str, directory: str, storage: Storage, on_bytes: OnBytes | None = None) -> Manifest | None:
+    """Download a step into a new local directory, its manifest last; return that, None for a foreign checkpoint.
+
+    Durable on return; every byte of ours was compared with its digest.
+
+    Raises:
+        DamagedCheckpointError: what arrived is not what was saved.
+    """
+    storage.make_dirs(directory)
+    try:
+        commit: Commit | None = read_commit(remote, name)
+    except FileNotFoundError:
+        commit = None
+    if commit is None:
+        entries = [FileEntry(path, size, "", "", 0) for path, size in remote.list_files(name).items()]
+    else:
+        entries = list(read_files(remote, commit).entries)
+    for folder in sorted({os.path.dirname(entry.path) for entry in entries} - {""}):
+        storage.make_dirs(os.path.join(directory, folder))
+
+    def get_once(entry: FileEntry) -> tuple[int, str]:
+        target = os.path.join(directory, entry.path)
+        if storage.exists(target):  # an attempt that was cut off
+            storage.remove_file(target)
+        return remote.get_file(f"{name}/{entry.path}", target, on_bytes)
+
+    def get(entry: FileEntry) -> None:
+        found = build_retrying(RetryPace(), threading.Event())(get_once, entry)
+        if commit is not None and found != (entry.size_bytes, entry.digest):
+            raise DamagedCheckpointError(
+                f"{remote.url}/{name}/{entry.path}: {found[0]} bytes arrived that are not the {entry.size_bytes} bytes that"
+                " were saved",
+                path=entry.path,
+            )
+
+    try:
+        run_parallel(get, sorted(entries, key=lambda entry: -entry.size_bytes))
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{remote.url}/{name}: lacks a file: {error}", path=name) from error
+    for folder in sorted({os.path.dirname(entry.path) for entry in entries}):
+        storage.sync_dir(os.path.join(directory, folder))
+    if commit is None:
+        return None
+    for record in (layout.FILE_TABLE, layout.MANIFEST):
+        data = remote.read(f"{name}/{record}")
+        storage.write_file(os.path.join(directory, record), [data], name=record, rank=0)
+    storage.sync_dir(directory)
+    if read_commit(storage, directory).digest != commit.digest:
+        raise DamagedCheckpointError(f"{remote.url}/{name}: was replaced while it was downloaded", path=name)
+    return commit.manifest
+
+
+def run_parallel(work: Callable[[FileEntry], None], entries: Iterable[FileEntry]) -> None:
+    """Do the work for several files at once; the first failure ends it, when what has begun has ended."""
+    with ThreadPoolExecutor(PARALLEL_FILES, "recipe_ckpt mirror") as pool:
+        futures = [pool.submit(work, entry) for entry in entries]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

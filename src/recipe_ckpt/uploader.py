@@ -1,0 +1,233 @@
+"""Sends committed steps to the mirror, beside training: a queue, its retries, and what happens when they are used up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from recipe_ckpt import layout
+from recipe_ckpt.errors import CheckpointError, RemoteUnreachableError, UploadFailedError
+from recipe_ckpt.manifest import BranchEntry, FileTable
+from recipe_ckpt.mirror import Claim, Mirror, StepGoneError
+from recipe_ckpt.policies import MirrorPolicy
+from recipe_ckpt.retention import Retention
+from recipe_ckpt.storage import Storage
+from recipe_ckpt.transfer import RetryPace, build_retrying
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReport:
+    """What an upload took; `sent_bytes` are those that were not there already."""
+
+    step: int
+    sent_bytes: int
+    upload_secs: float
+    url: str
+
+    def describe(self) -> str:
+        rate = self.sent_bytes / 1e6 / max(self.upload_secs, 1e-9)
+        size = f"{self.sent_bytes / 1e6:.1f} MB in {self.upload_secs:.2f} s ({rate:.0f} MB/s)"
+        return f"mirrored step {self.step}: uploaded {size} to {self.url}"
+
+
+class Uploader:
+    """One thread that keeps the mirror up with the root, the newest step first. Lives on rank 0.
+
+    Args:
+        claim: gives what this run may publish at the moment.
+        retention: what stays on the mirror; `policy.max_to_keep` is its number.
+        list_pins: gives the steps that are never deleted.
+    """
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        root: str,
+        storage: Storage,
+        policy: MirrorPolicy,
+        retention: Retention,
+        *,
+        claim: Callable[[], Claim],
+        list_pins: Callable[[], Collection[int]],
+        pace: RetryPace | None = None,
+    ) -> None:
+        self.last_upload: UploadReport | None = None
+        self._mirror = mirror
+        self._root = root
+        self._storage = storage
+        self._policy = policy
+        self._retention = retention
+        self._claim = claim
+        self._list_pins = list_pins
+        self._pace = pace or RetryPace()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._pending: dict[int, BranchEntry] = {}
+        self._current: BranchEntry | None = None
+        self._failure: Exception | None = None
+        self._is_told = False
+        self._has_newer = False
+        self._on_bytes: Callable[[int], object] = lambda _: None
+        self._thread = threading.Thread(target=self._run, name="recipe-ckpt-mirror", daemon=True)
+
+    @property
+    def pending(self) -> list[int]:
+        """Steps that the mirror does not have yet, the newest first."""
+        with self._changed:
+            return [entry.step for entry in self._order()]
+
+    def start(self, entries: Iterable[BranchEntry]) -> None:
+        """Begin with the committed steps that the mirror lacks."""
+        self._pending = {entry.step: entry for entry in entries}
+        if self._pending:
+            logger.info("%s: lacks the steps %s, which are sent now", self._mirror.url, self.pending)
+        self._thread.start()
+
+    def add(self, entry: BranchEntry) -> None:
+        """Queue a step that was just committed."""
+        with self._changed:
+            self._pending[entry.step] = entry
+            self._has_newer = True
+            self._changed.notify_all()
+
+    def let_go(self, doomed: Sequence[int]) -> list[int]:
+        """Of the steps that retention would delete, return those that may be: sent, or given up to bound the lag."""
+        with self._changed:
+            waiting = [step for step in doomed if step in self._pending]
+            current = self._current.step if self._current else None
+            superseded = [step for step in waiting if step not in (current, self._order()[0].step)]
+            dropped = superseded[: max(len(self._pending) - self._policy.max_pending, 0)]
+            for step in dropped:
+                del self._pending[step]
+            kept = set(waiting) - set(dropped)
+        if dropped:
+            logger.warning(
+                "%s: the steps %s never reach it: uploads are more than checkpoint.max_pending_uploads=%d behind, and newer"
+                " checkpoints wait",
+                self._mirror.url,
+                dropped,
+                self._policy.max_pending,
+            )
+        return [step for step in doomed if step not in kept]
+
+    def raise_failure(self) -> None:
+        """Raise what uploads failed of, if `on_upload_failure` is `raise`."""
+        with self._changed:
+            failure = self._failure
+        if failure is not None and self._policy.on_failure == "raise":
+            raise UploadFailedError(
+                f"{self._mirror.url}: the steps {self.pending} could not be uploaded: {failure}. They are whole on the local"
+                " disk; mend the mirror and start again, or write checkpoint.on_upload_failure=warn",
+                path=self._mirror.url,
+            ) from failure
+
+    def drain(self, within_secs: float, should_stop: Callable[[], bool]) -> None:
+        """Wait until the mirror has everything, with a progress bar; or the time is up, or it refuses for good."""
+        deadline = time.monotonic() + within_secs
+        steps = self.pending
+        if not steps or within_secs <= 0:
+            return
+        total = sum(self._measure(step) for step in steps)
+        logger.info("waiting for the steps %s (%.1f MB) to reach %s", steps, total / 1e6, self._mirror.url)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=None) as bar:
+            self._on_bytes = lambda count: bar.update(count)
+            with self._changed:
+                while self._pending and not (self._is_hopeless() or should_stop() or time.monotonic() > deadline):
+                    self._changed.wait(_POLL_SECS)
+            self._on_bytes = lambda _: None
+
+    def close(self) -> None:
+        """Stop, and say what is not on the mirror."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._mirror.remote.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        if steps := self.pending:
+            cause = f" ({self._failure})" if self._failure else ""
+            self._log(
+                f"{self._mirror.url}: the steps {steps} are NOT there{cause}. They are whole in {self._root}; the next start"
+                " sends them"
+            )
+
+    def _is_hopeless(self) -> bool:
+        return self._failure is not None and not isinstance(self._failure, RemoteUnreachableError)
+
+    def _order(self) -> list[BranchEntry]:
+        return sorted(self._pending.values(), key=lambda entry: -entry.sequence)
+
+    def _measure(self, step: int) -> int:
+        path = os.path.join(self._root, layout.build_step_name(step), layout.FILE_TABLE)
+        try:
+            return sum(entry.size_bytes for entry in FileTable.decode(self._storage.read(path), path).entries)
+        except (OSError, CheckpointError):
+            return 0
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while (entry := self._take()) is not None:
+            try:
+                self._send(entry)
+                self._settle(entry, None)
+            except StepGoneError:
+                self._settle(entry, None)
+            except Exception as error:  # noqa: BLE001 (it is told by `_settle`, and raised by `raise_failure`)
+                self._settle(entry, error)
+
+    def _take(self) -> BranchEntry | None:
+        """Return the newest step that waits; after a failure rest first, unless a newer step comes."""
+        with self._changed:
+            if self._failure is not None and not self._closing.is_set():
+                self._changed.wait_for(lambda: self._has_newer or self._closing.is_set(), self._pace.rest_secs)
+            self._has_newer = False
+            while not self._pending and not self._closing.is_set():
+                self._changed.wait()
+            self._current = None if self._closing.is_set() else self._order()[0]
+            return self._current
+
+    def _send(self, entry: BranchEntry) -> None:
+        begin = time.monotonic()
+        pinned = self._list_pins()
+        retrying = build_retrying(self._pace, self._closing)
+        if not retrying(self._mirror.wants, entry, self._list_waiting(), self._retention, pinned=pinned):
+            return
+        sent_bytes = retrying(self._mirror.send, entry, self._claim(), lambda count: self._on_bytes(count))
+        self.last_upload = UploadReport(entry.step, sent_bytes, time.monotonic() - begin, self._mirror.url)
+        logger.info("%s", self.last_upload.describe())
+        if deleted := self._mirror.prune(self._retention, pinned=pinned):
+            logger.info("%s: pruned the steps %s", self._mirror.url, deleted)
+
+    def _list_waiting(self) -> list[BranchEntry]:
+        with self._changed:
+            return self._order()
+
+    def _settle(self, entry: BranchEntry, error: Exception | None) -> None:
+        with self._changed:
+            self._current = None
+            if error is None and self._pending.get(entry.step) == entry:
+                del self._pending[entry.step]
+            self._failure = error
+            self._changed.notify_all()
+        if error is None:
+            if self._is_told:
+                logger.info("%s: works again; the steps %s wait", self._mirror.url, self.pending)
+            self._is_told = False
+        elif not self._is_told and not self._closing.is_set():
+            self._is_told = True  # once an outage
+            self._log(f"{self._mirror.url}: the steps {self.pending} wait: {error}. It is tried again until it works")
+
+    def _log(self, message: str) -> None:
+        if self._policy.on_failure != "ignore":
+            logger.error("%s", message)

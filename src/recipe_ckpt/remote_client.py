@@ -118,7 +118,7 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        return self._reason is not None
+        return self._reason is not None or self._process.poll() is not None
 
     def call(self, operation: str, arguments: Sequence[str], on_bytes: OnBytes | None, answer_secs: float) -> Any:
         number = next(self._numbers)

@@ -1,8 +1,8 @@
 """The recipe's loop on a model and data that need nothing but torch, for tests that run it, kill it and run it again.
 
 `python -m tests.toy [key=value ...]`, alone or under torchrun. Prints `resumed_from=<step or none>`. Keys are the recipe's,
-with `toy.kill_after=N`: this process kills itself when step N is trained (and saved, if it is a step to save), and
-`toy.term_after=N`: rank 0 gets a SIGTERM then.
+with `toy.kill_after=N`: this process kills itself when step N is trained (and saved, if it is a step to save; and, with
+`toy.kill_when_mirrored`, when the mirror has it), and `toy.term_after=N`: rank 0 gets a SIGTERM then.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def register_toy() -> None:
     store.store(group="model", name="toy", node=ToyModelConfig)
     store.store(group="data", name="toy", node=ToyDataConfig)
     changes = {
-        "toy": {"kill_after": None, "term_after": None},
+        "toy": {"kill_after": None, "kill_when_mirrored": False, "term_after": None},
         "trainer": {"total_training_steps": None, "save_freq": None, "test_freq": None, "device": "cpu", "logger": []},
         "optim": {"lr_warmup_steps": 3},
         "launch": {"num_threads": 1},
@@ -136,6 +136,8 @@ def main(cfg) -> None:
         print(f"resumed_from={point.step if point else 'none'}", flush=True)  # noqa: T201 (for the test that started it)
         for step in train(run, stop):
             if step == cfg.toy.kill_after:
+                if cfg.toy.kill_when_mirrored:
+                    run.handler.finish_uploads()
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == cfg.toy.term_after and run.rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -25,9 +25,9 @@ PARALLEL_FILES = 8
 class RetryPace:
     """When to try again: soon, then less often; after `attempts` the failure is told, and uploads rest for `rest_secs`."""
 
-    first_secs: float = 1.0
+    first_secs: float = 0.2
     longest_secs: float = 20.0
-    attempts: int = 5
+    attempts: int = 8
     rest_secs: float = 20.0
 
 

@@ -1,0 +1,224 @@
+"""Runs with a mirror on a real HDFS, of which nodes are killed and stopped."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from recipe_ckpt.errors import RemoteError, RemoteRefusedError
+from recipe_ckpt.policies import MirrorPolicy
+from recipe_ckpt.remote_client import Deadlines, RemoteClient
+from tests.remotes import WatchedRemote
+from tests.tiny import Run, TinyEngine, list_steps, make_checkpoints, resume
+from tests.toy import train_toy
+
+REPO = Path(__file__).parents[1]
+TOY = ["trainer.total_training_steps=12", "trainer.save_freq=4", "data.train_batch_size=4"]
+
+
+def connect(url):
+    return RemoteClient(url, deadlines=Deadlines(answer_secs=3.0))
+
+
+def to(url, **policy):
+    return {
+        "default_hdfs_dir": url,
+        "open_remote": policy.pop("open_remote", connect),
+        "mirror_policy": MirrorPolicy(**{"exit_wait_secs": 60.0, **policy}),
+    }
+
+
+def list_remote(url):
+    remote = RemoteClient(url)
+    try:
+        return sorted(int(e.name[12:]) for e in remote.list_dir("") if e.name.startswith("global_step_"))
+    finally:
+        remote.close()
+
+
+def assert_remote_whole(url, tmp_path, *steps):
+    """Every step there resumes on an empty disk: each byte is compared with its digest on the way."""
+    assert list_remote(url) == list(steps)
+    for step in steps:
+        named = {"resume_mode": "resume_path", "resume_from_path": f"{url}/global_step_{step}"}
+        assert resume(tmp_path / f"check_{step}", **named) == step
+
+
+def run_toy(*overrides, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "tests.toy", *TOY, *overrides],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": f"{REPO / 'src'}:{REPO}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_empty_disk_resumes_from_hdfs_to_the_twins_end(hdfs_url, tmp_path):
+    """By the command line: killed, its disk lost, resumed on another root; then with another number of ranks."""
+    mirrored = ["checkpoint=hdfs", f"checkpoint.default_hdfs_dir={hdfs_url}"]
+    killed = run_toy(
+        *mirrored,
+        "checkpoint.default_local_dir=lost",
+        "trainer.audit_file=audit.jsonl",
+        "toy.kill_after=9",
+        "toy.kill_when_mirrored=true",
+        cwd=tmp_path,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run_toy(*mirrored, "checkpoint.default_local_dir=other", "trainer.audit_file=audit.jsonl", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed_from=8" in resumed.stdout
+    train_toy(*TOY, "checkpoint=none", f"trainer.audit_file={tmp_path}/twin.jsonl")
+    lines = (tmp_path / "audit.jsonl").read_text().splitlines()
+    twin = (tmp_path / "twin.jsonl").read_text().splitlines()
+    assert lines[:9] == twin[:9]
+    assert lines[9:] == twin[8:]
+    assert list_remote(hdfs_url) == [4, 8, 12]
+
+
+@pytest.mark.case("C1202", "C1203")
+@pytest.mark.parametrize("name", ["it's $HOME", "100% größe", ";touch x"])
+def test_odd_names_and_slashes_mean_one_directory(hdfs_url, tmp_path, name):
+    for written in (f"{hdfs_url}/{name}", f"{hdfs_url}//{name}/"):
+        with Run(tmp_path / "root", **to(written)) as run:
+            run.save(run.start + 2)
+    assert_remote_whole(f"{hdfs_url}/{name}", tmp_path, 2, 4)
+    assert not list(tmp_path.rglob("x"))
+
+
+@pytest.mark.case("C1211")
+def test_a_directory_of_somebody_else_is_an_error_at_the_start(hdfs_url, tmp_path, monkeypatch):
+    make_checkpoints(tmp_path / "first", 2, **to(hdfs_url))
+    monkeypatch.setenv("HADOOP_USER_NAME", "bob")
+    with pytest.raises(RemoteRefusedError, match="default_hdfs_dir: .* can't be used: .*AccessControlException.*write there"):
+        resume(tmp_path / "root", **to(hdfs_url))
+    assert list_steps(tmp_path / "root") == []
+
+
+@pytest.mark.case("C1201")
+def test_a_wrong_port_is_an_error_within_seconds(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RemoteError, match="default_hdfs_dir: hdfs://127.0.0.1:9/x can't be used: "):
+        resume(tmp_path / "root", **to("hdfs://127.0.0.1:9/x"))
+    assert time.monotonic() - begin < 20
+
+
+def test_a_datanode_that_is_killed_in_mid_upload_costs_nothing(hdfs, hdfs_url, tmp_path):
+    def kill_once(number, name):
+        if name == "put_file" and not killed.is_set():
+            killed.set()
+            hdfs.kill("dn0")
+
+    killed = threading.Event()
+    remote = WatchedRemote(connect(hdfs_url), kill_once)
+    with Run(tmp_path / "root", **to(hdfs_url, open_remote=lambda url: remote)) as run:
+        run.save(2, 4)
+        assert killed.wait(30)
+    hdfs.restart()
+    assert_remote_whole(hdfs_url, tmp_path, 2, 4)
+
+
+def test_a_namenode_that_falls_silent_delays_no_step_and_loses_nothing(hdfs, hdfs_url, tmp_path):
+    with Run(tmp_path / "root", **to(hdfs_url, max_pending=100)) as run:
+        run.save(2)
+        run.handler.finish_uploads()
+        hdfs.pause("nn")
+        try:
+            begin = time.monotonic()
+            run.save(*range(4, 20, 2))
+            assert time.monotonic() - begin < 5
+        finally:
+            hdfs.resume("nn")
+    assert list_remote(hdfs_url) == list(range(2, 20, 2))
+
+
+def test_a_namenode_that_is_killed_and_comes_back_gets_everything(hdfs, hdfs_url, tmp_path):
+    with Run(tmp_path / "root", **to(hdfs_url)) as run:
+        run.save(2)
+        run.handler.finish_uploads()
+        hdfs.kill("nn")
+        run.save(4, 6)
+        hdfs.restart()
+    assert_remote_whole(hdfs_url, tmp_path, 2, 4, 6)
+
+
+def test_a_namenode_that_is_gone_for_good_ends_no_run(hdfs, hdfs_url, tmp_path, caplog):
+    try:
+        with Run(tmp_path / "root", **to(hdfs_url, exit_wait_secs=2.0)) as run:
+            run.save(2)
+            run.handler.finish_uploads()
+            hdfs.kill("nn")
+            run.save(4)
+    finally:
+        hdfs.restart()
+    assert list_steps(tmp_path / "root") == [2, 4]
+    assert "the steps [4] are NOT there" in caplog.text
+    with Run(tmp_path / "root", **to(hdfs_url)):
+        pass
+    assert_remote_whole(hdfs_url, tmp_path, 2, 4)
+
+
+def find_workers():
+    """The processes that talk to HDFS, started by this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if b"recipe_ckpt.remote_worker" in (entry / "cmdline").read_bytes():
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == os.getpid():
+                    found.append(int(entry.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def test_an_uploader_that_is_killed_30_times_sends_every_file_once(hdfs_url, tmp_path):
+    chance = random.Random(0)
+    remote = WatchedRemote(connect(hdfs_url))
+    done = threading.Event()
+    kills = []
+
+    def kill_now_and_then():
+        while len(kills) < 30 and not done.wait(chance.uniform(0.05, 0.4)):
+            for pid in find_workers():
+                os.kill(pid, signal.SIGKILL)
+                kills.append(pid)
+
+    killer = threading.Thread(target=kill_now_and_then)
+    steps = list(range(2, 22, 2))
+    engine = TinyEngine()
+    with Run(tmp_path / "root", engine=engine, **to(hdfs_url, open_remote=lambda url: remote, max_pending=100)) as run:
+        killer.start()
+        run.save(*steps)
+        while len(kills) < 30 and killer.is_alive():
+            run.save(steps[-1] + 2)
+            steps.append(steps[-1] + 2)
+            killer.join(1.0)
+        done.set()
+        killer.join()
+    assert len(kills) >= 30
+    assert len(remote.sent) == len(set(remote.sent))
+    assert_remote_whole(hdfs_url, tmp_path, *steps)
+
+
+def test_a_quota_that_is_used_up_is_told_and_ends_no_run(hdfs, hdfs_url, tmp_path, caplog):
+    with Run(tmp_path / "root", **to(hdfs_url)) as run:
+        run.save(2)
+        run.handler.finish_uploads()
+        hdfs.set_quota(urlsplit(hdfs_url).path, files=10)
+        run.save(4)
+    assert "QuotaExceededException" in caplog.text
+    assert "the steps [4] are NOT there" in caplog.text
+    hdfs.set_quota(urlsplit(hdfs_url).path, files=1000)
+    with Run(tmp_path / "root", **to(hdfs_url)):
+        pass
+    assert_remote_whole(hdfs_url, tmp_path, 2, 4)

@@ -178,6 +178,10 @@ class HdfsCluster:
         self._processes[name].kill()
         self._processes[name].wait()
 
+    @property
+    def is_paused(self):
+        return bool(self._paused)
+
     def pause(self, name):
         self._paused.add(name)
         self._processes[name].send_signal(signal.SIGSTOP)

@@ -1,8 +1,12 @@
-"""Kill a run again and again, at random instants, until it is done; then compare it with a run that nobody killed.
+"""Long forms of tests: what is too slow, or too random, for every change.
 
-`python -m tests.stress kill --rounds 200`. A round is one launch that ends by SIGKILL. Runs follow each other, each in a new
-root, until so many rounds are over. The exit code is 1 if any run lost more than a save interval (with saves in the
-background: two), or did not end as its twin.
+`python -m tests.stress kill --rounds 200`: kill a run again and again, at random instants, until it is done; then compare it
+with a run that nobody killed. A round is one launch that ends by SIGKILL. Runs follow each other, each in a new root, until
+so many rounds are over. The exit code is 1 if any run lost more than a save interval (with saves in the background: two), or
+did not end as its twin.
+
+`python -m tests.stress outage --secs 300`: a run with a mirror on a real HDFS goes on saving while the NameNode is stopped.
+The exit code is 1 if its steps waited for that, or if the mirror lacks a step in the end.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ import multiprocessing
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipe_ckpt.remote_client import RemoteClient
 from recipe_ckpt.sft.loop import open_run, train
 from recipe_ckpt.sft.recipe import Recipe
+from tests.hdfs_cluster import HdfsCluster, fetch_jars
 from tests.toy import compose_toy, train_toy
 
 SAVE_EVERY = 2
@@ -116,14 +123,64 @@ def last_step(audit: Path) -> int:
     return max(read_steps(audit), default=0) if audit.exists() else 0
 
 
+def outlive_an_outage(secs: float, folder: Path) -> tuple[str, bool]:
+    """Train until an outage of so many seconds is over and some steps longer; return what was seen, and if it was right."""
+    fetch_jars()
+    cluster = HdfsCluster(folder / "hdfs")
+    try:
+        cluster.start()
+        return _train_through(cluster, secs, folder)
+    finally:
+        cluster.stop()
+
+
+def _train_through(cluster: HdfsCluster, secs: float, folder: Path) -> tuple[str, bool]:
+    url, slowest, saved = f"{cluster.uri}/run", {"before": 0.0, "during": 0.0, "after": 0.0}, []
+    recipe = compose_toy(
+        "trainer.total_training_steps=1000000",
+        "trainer.save_freq=50",
+        "checkpoint.max_ckpt_to_keep=1000000",
+        f"checkpoint.default_local_dir={folder}/root",
+        f"checkpoint.default_hdfs_dir={url}",
+    )
+    with open_run(recipe) as run:
+        began = ended = time.monotonic()
+        for step in train(run):
+            now = time.monotonic()
+            phase = "before" if now < began + 5 else "during" if now < began + 5 + secs else "after"
+            slowest[phase] = max(slowest[phase], now - ended)
+            if phase == "during" and not cluster.is_paused:
+                cluster.pause("nn")
+            if phase == "after" and cluster.is_paused:
+                cluster.resume("nn")
+            if step % 50 == 0:
+                saved.append(step)
+                time.sleep(1.0)  # a save a second
+            if phase == "after" and len(saved) % 5 == 0:
+                break
+            ended = time.monotonic()
+        steps_secs = time.monotonic() - began
+    remote = RemoteClient(url)
+    arrived = sorted(int(entry.name[12:]) for entry in remote.list_dir("") if entry.name.startswith("global_step_"))
+    remote.close()
+    took = ", ".join(f"{phase} {value:.2f} s" for phase, value in slowest.items())
+    text = f"{saved[-1]} steps in {steps_secs:.0f} s, {len(saved)} saves, {len(arrived)} on the mirror; slowest step: {took}"
+    return text, arrived == saved and slowest["during"] < 2 + 3 * slowest["before"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["kill"])
+    parser.add_argument("what", choices=["kill", "outage"])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--secs", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="of the configuration, such as checkpoint.async_save=true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "outage":
+            seen, is_right = outlive_an_outage(arguments.secs, Path(folder))
+            sys.stdout.write(seen + "\n")
+            return 0 if is_right else 1
         tally = kill_runs(arguments.rounds, Path(folder), arguments.seed, arguments.overrides)
     sys.stdout.write(tally.describe() + "\n")
     return 1 if tally.faults else 0

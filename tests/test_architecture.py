@@ -20,6 +20,7 @@ LAYERS = {
     "config": 0,
     "policies": 0,
     "validation": 0,
+    "rank_env": 0,
     "storage": 1,
     "remote": 1,
     "remote_failures": 1,
@@ -51,14 +52,16 @@ LAYERS = {
     "engines": 6,
     "sft": 7,
     "hydra_side": 8,
+    "job": 8,
+    "launch": 8,
 }
 SEES_PORTS_ONLY = {"tensors": 1}
 """Layers that import nothing between these and themselves: an engine of another package may use them alone."""
 
 USERS = {
-    "torch": ["coordination", "data_state", "handler", "tensors", "engines", "sft"],
-    "hydra": ["hydra_side"],
-    "omegaconf": ["hydra_side"],
+    "torch": ["coordination", "data_state", "handler", "tensors", "engines", "sft", "launch"],
+    "hydra": ["hydra_side", "job", "launch"],
+    "omegaconf": ["hydra_side", "launch"],
     "fsspec": ["remote_trees"],
     "hdfs_native": ["remote_trees"],
     "ray": [],

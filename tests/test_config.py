@@ -136,6 +136,7 @@ def test_settling_twice_changes_nothing():
         ("model", {"hidden_size": 100, "num_heads": 3}, "model.hidden_size: found 100"),
         ("model", {"attention_dropout": 1.0}, "model.attention_dropout: found 1.0; allowed: a number >= 0 and < 1"),
         ("launch", {"num_threads": 0}, "launch.num_threads: found 0"),
+        ("launch", {"nproc_per_node": 0}, "launch.nproc_per_node: found 0; allowed: an integer >= 1, or null"),
     ],
 )
 def test_a_value_that_can_not_work_is_refused(group, values, message):
@@ -216,7 +217,7 @@ KEYS = {
     " save_interval_mins seed test_freq total_epochs total_training_steps",
     "optim=adamw": "betas clip_grad eps lr lr_decay_steps lr_scheduler_type lr_warmup_steps weight_decay",
     "engine=spmd": "strategy",
-    "launch=local": "deterministic num_threads",
+    "launch=local": "deterministic nproc_per_node num_threads",
     "model=tiny": "attention_dropout dtype hidden_size num_heads num_layers",
     "model=hf": "dtype path",
     "data=arithmetic": "chat_template drop_last max_length max_number micro_batch_size_per_gpu num_workers prefetch_factor"

@@ -52,7 +52,7 @@ class Interrupting:
             self._interrupt()
             yield item
 
-    last_save = None
+    last_save = last_upload = None
 
     def save_checkpoint(self, step, *, metrics=None):
         self._interrupt()

@@ -26,7 +26,7 @@ def test_help_shows_every_group_and_key(tmp_path):
     done = start(tmp_path, "--help")
     groups = dict(re.findall(r"^(\w+): (.+)$", done.stdout.split("== Examples ==")[0], re.MULTILINE))
     assert groups == {
-        "checkpoint": "default, fresh, none",
+        "checkpoint": "default, fresh, hdfs, none",
         "data": "arithmetic, jsonl",
         "engine": "spmd",
         "launch": "local",
@@ -155,7 +155,7 @@ def test_a_sweep_whose_jobs_have_roots_of_their_own_trains_each(tmp_path):
     assert [(root / job / "global_step_2").is_dir() for job in ("lr_0.001", "lr_0.0001")] == [True, True]
 
 
-@pytest.mark.case("C1101")
+@pytest.mark.case("C1101", "C1103")
 def test_the_default_recipe_learns_resumes_and_then_is_finished(tmp_path):
     steps = [*SMALL, "optim.lr_decay_steps=80", "trainer.save_freq=20", "trainer.audit_file=audit.jsonl"]
     first = start(tmp_path, *steps, "trainer.total_training_steps=30", "hydra.job.chdir=true")

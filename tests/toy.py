@@ -2,7 +2,8 @@
 
 `python -m tests.toy [key=value ...]`, alone or under torchrun. Prints `resumed_from=<step or none>`. Keys are the recipe's,
 with `toy.kill_after=N`: this process kills itself when step N is trained (and saved, if it is a step to save; and, with
-`toy.kill_when_mirrored`, when the mirror has it), and `toy.term_after=N`: rank 0 gets a SIGTERM then.
+`toy.kill_when_mirrored`, when the mirror has it), `toy.term_after=N`: rank 0 gets a SIGTERM then, `toy.preempt_after=N`: who
+started rank 0 gets a SIGUSR1, and `toy.raise_on=R`: rank R fails at the first step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils.data import Dataset
 from recipe_ckpt import preemption
 from recipe_ckpt.config import DataConfig
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
+from recipe_ckpt.job import job, relayed_signals
+from recipe_ckpt.launch import run_ranks
 from recipe_ckpt.sft.data import TrainingData
 from recipe_ckpt.sft.loop import Run, open_run, train
 from recipe_ckpt.sft.recipe import Recipe
@@ -99,7 +102,7 @@ def register_toy() -> None:
     store.store(group="model", name="toy", node=ToyModelConfig)
     store.store(group="data", name="toy", node=ToyDataConfig)
     changes = {
-        "toy": {"kill_after": None, "kill_when_mirrored": False, "term_after": None},
+        "toy": dict.fromkeys(["kill_after", "kill_when_mirrored", "term_after", "preempt_after", "raise_on"]),
         "trainer": {"total_training_steps": None, "save_freq": None, "test_freq": None, "device": "cpu", "logger": []},
         "optim": {"lr_warmup_steps": 3},
         "launch": {"num_threads": 1},
@@ -129,20 +132,35 @@ def train_toy(*overrides: str, until: int | None = None) -> Run:
     return run
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="toy")
-def main(cfg) -> None:
-    with clean_exit(), preemption.watch() as stop, open_run(build_recipe(cfg)) as run:
+def train_ranks(recipe: Recipe, faults: dict[str, int | None]) -> float | None:
+    with preemption.watch() as stop, open_run(recipe) as run:
         point = run.handler.resume_point
         print(f"resumed_from={point.step if point else 'none'}", flush=True)  # noqa: T201 (for the test that started it)
         for step in train(run, stop):
-            if step == cfg.toy.kill_after:
-                if cfg.toy.kill_when_mirrored:
+            if step == faults["kill_after"]:
+                if faults["kill_when_mirrored"]:
                     run.handler.finish_uploads()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if step == cfg.toy.term_after and run.rank == 0:
+            if step == faults["term_after"] and run.rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
+            if step == faults["preempt_after"] and run.rank == 0:
+                os.kill(os.getppid(), signal.SIGUSR1)
+                while not stop.is_set:  # until it has come back from there
+                    os.sched_yield()
+            if run.rank == faults["raise_on"]:
+                raise ValueError(f"rank {run.rank} was told to fail")
+        return run.metric
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="toy")
+def main(cfg):
+    with clean_exit(), job():
+        return run_ranks(train_ranks, build_recipe(cfg), dict(cfg.toy))
 
 
 if __name__ == "__main__":
-    register_toy()
-    main()
+    from tests import toy  # ranks and launchers import by name what is sent to them: nothing of it may be __main__'s
+
+    toy.register_toy()
+    with relayed_signals():
+        toy.main()

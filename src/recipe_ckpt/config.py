@@ -162,8 +162,10 @@ class EngineConfig:
 
 @dataclass
 class LaunchConfig:
-    """`launch.`: the process that a rank runs in."""
+    """`launch.`: the processes that ranks run in."""
 
+    nproc_per_node: int | None = None
+    """So many ranks are started on this machine; null is one, or those that torchrun or srun has started."""
     num_threads: int | None = None
     """CPU threads of torch in each rank; null leaves it to torch. Bit-equal resume needs the same number."""
     deterministic: bool = False

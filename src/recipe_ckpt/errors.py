@@ -110,3 +110,21 @@ class RankError(CheckpointError, RuntimeError):
 
 class RankTimeoutError(RankError, TimeoutError):
     """Another rank did not answer within `rank_timeout_secs`; the message names it."""
+
+
+def can_be_mended(error: CheckpointError) -> bool:
+    """Say whether its message is all that a user needs to go on.
+
+    Where the cause is another rank's, or a fault in a model's or engine's code, the traceback tells more.
+    """
+    is_own_fault = isinstance(error, SaveFailedError) and not isinstance(error.__cause__, CheckpointError | OSError)
+    return not (isinstance(error, RankError) or isinstance(error.__cause__, RankError) or is_own_fault)
+
+
+def rebuild_error(kind: str, message: str) -> CheckpointError:
+    """Return an error of this module's class `kind` that another process has raised."""
+    found = globals().get(kind)
+    chosen = found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
+    error = chosen.__new__(chosen, message)
+    CheckpointError.__init__(error, message)
+    return error

@@ -17,7 +17,8 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_ckpt import config, layout, validation
-from recipe_ckpt.errors import CheckpointError, ConfigError, RankError, SaveFailedError
+from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
+from recipe_ckpt.rank_env import count_ranks, find_rank, name_launch
 
 if TYPE_CHECKING:
     from recipe_ckpt.sft.recipe import Recipe
@@ -42,10 +43,15 @@ SCHEMAS: dict[str, type] = {
 
 
 def register_schemas() -> None:
-    """Put the dataclasses into Hydra's store, as `recipe_ckpt/<group>/<name>`. Calling it again changes nothing."""
+    """Put the dataclasses into Hydra's store, as `recipe_ckpt/<group>/<name>`. Calling it again changes nothing.
+
+    The resolvers: `recipe.launch:<name>` is one name for all ranks, `recipe.rank0:<value>` is null on the others.
+    """
     store = ConfigStore.instance()
     if "recipe_ckpt" in store.repo:
         return
+    OmegaConf.register_new_resolver("recipe.launch", name_launch)
+    OmegaConf.register_new_resolver("recipe.rank0", lambda value: None if find_rank() else value)
     for place, schema in SCHEMAS.items():
         group, name = place.split("/")
         store.store(group=f"recipe_ckpt/{group}", name=name, node=schema)
@@ -61,7 +67,8 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
         validation.check_section(group, list(cfg[group]), sections[group])
     _require_own_roots(str(cfg.checkpoint.get("run_subdir")))
-    settled = validation.validate(sections, world_size=int(os.environ.get("WORLD_SIZE", "1")), launch_dir=_launch_dir())
+    world_size = count_ranks(sections["launch"].nproc_per_node)
+    settled = validation.validate(sections, world_size=world_size, launch_dir=_launch_dir())
 
     from recipe_ckpt.sft.recipe import Recipe  # torch starts to load here, after every check
 
@@ -86,7 +93,7 @@ def _require_own_roots(run_subdir: str) -> None:
     Raises:
         ConfigError: nothing that is part of the root was overridden.
     """
-    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+    if not _is_sweep():
         return
     keys = {override.partition("=")[0].lstrip("+") for override in HydraConfig.get().overrides.task}
     if HydraConfig.get().runtime.choices["checkpoint"] != "none" and not keys & _ROOT_KEYS:
@@ -98,15 +105,18 @@ def _require_own_roots(run_subdir: str) -> None:
         )
 
 
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """End the process with one line on stderr for what the user can mend, instead of a traceback."""
     try:
         yield
     except CheckpointError as error:
-        # Where the cause is another rank's, or a fault in a model's or engine's code, the traceback tells more.
-        is_own_fault = isinstance(error, SaveFailedError) and not isinstance(error.__cause__, CheckpointError | OSError)
-        if isinstance(error, RankError) or isinstance(error.__cause__, RankError) or is_own_fault:
+        # Only an Exception is one job's alone; what is wrong with the configuration ends the sweep.
+        if not can_be_mended(error) or (_is_sweep() and not isinstance(error, ConfigError)):
             raise
         sys.exit(f"{type(error).__name__}: {error}")
 

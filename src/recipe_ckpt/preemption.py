@@ -35,22 +35,36 @@ class StopRequest:
         """Remember a signal; a second SIGINT stops at once, as a user who presses Ctrl-C twice expects."""
         if number == signal.SIGINT and self.signal == signal.SIGINT:
             raise KeyboardInterrupt
+        self.remember(number)
+
+    def remember(self, number: int) -> None:
+        """Keep the first signal, and tell a watch around this one."""
         self.signal = self.signal or number
+        if outer := self._find_outer(number):
+            outer.remember(number)
 
     def leave(self, number: int | None = None) -> NoReturn:
         """End the process for the signal `number` (by default the one noted): 130 after SIGINT, else 143.
 
-        Where somebody else handles that signal too (a launcher that requeues), it is handed on instead.
+        Where somebody else handles that signal too (a launcher that requeues), it is handed on instead. A watch around this
+        one has been told already, and hands it on itself when it leaves.
         """
         number = number or self.signal
         former = self._former.get(number)
-        if number != signal.SIGINT and callable(former):
+        if number != signal.SIGINT and callable(former) and self._find_outer(number) is None:
             former(number, None)
         sys.exit(130 if number == signal.SIGINT else 143)
 
     def _install(self) -> None:
         for number in _ASKED_BY:
             self._former[number] = signal.signal(number, self.note)
+            if outer := self._find_outer(number):
+                self.signal = self.signal or outer.signal
+
+    def _find_outer(self, number: int) -> StopRequest | None:
+        """Return who watched this signal before, if that was one like this."""
+        watcher = getattr(self._former.get(number), "__self__", None)
+        return watcher if isinstance(watcher, StopRequest) else None
 
     def _restore(self) -> None:
         for number, former in self._former.items():
@@ -58,12 +72,13 @@ class StopRequest:
 
 
 @contextmanager
-def watch() -> Iterator[StopRequest]:
+def watch(stop: StopRequest | None = None) -> Iterator[StopRequest]:
     """Turn SIGTERM, SIGUSR1 and SIGINT into a flag inside the block; the former handlers are back after it.
 
-    Signals can only be watched from the main thread; elsewhere the flag is never set.
+    Within another such block it takes over a signal that has come already, and tells the outer one of its own. Signals can
+    only be watched from the main thread; elsewhere the flag is never set.
     """
-    stop = StopRequest()
+    stop = stop or StopRequest()
     if threading.current_thread() is not threading.main_thread():
         logger.warning("signals are not watched: this is not the main thread")
         yield stop

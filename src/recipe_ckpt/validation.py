@@ -58,6 +58,7 @@ def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: st
     settled["checkpoint"] = validate_checkpoint(values, launch_dir=launch_dir)
     settled["trainer"] = _settle_trainer(sections["trainer"], launch_dir)
     _check_optim(sections["optim"])
+    _check_int("launch.nproc_per_node", sections["launch"].nproc_per_node, nullable=True)
     _check_int("launch.num_threads", sections["launch"].num_threads, nullable=True)
     _check_batches(sections["data"], world_size)
     settled["model"] = _settle_model(sections["model"], launch_dir)

@@ -34,7 +34,7 @@ from recipe_ckpt.sft.recipe import (
     build_val_loader,
     choose_device,
     seed_everything,
-    settle_torch,
+    settled_torch,
 )
 from recipe_ckpt.sft.reporting import Reporter, StepFacts
 from recipe_ckpt.sft.sampler import GlobalBatchSampler, derive_seed
@@ -110,8 +110,7 @@ def run(recipe: Recipe) -> float | None:
 def open_run(recipe: Recipe) -> Iterator[Run]:
     """Build the parts, resume, and take everything down at the end. Collective."""
     device = choose_device(recipe.trainer.device)
-    settle_torch(recipe.launch)
-    with join_ranks(device):
+    with settled_torch(recipe.launch), join_ranks(device):
         seed_everything(recipe.trainer.seed)  # the same weights on every rank
         model, tokenizer = recipe.build_model()
         data = recipe.build_data(tokenizer)

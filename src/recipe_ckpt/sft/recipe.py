@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +118,23 @@ def choose_device(device: Device) -> str:
     return "cuda" if has_cuda and device != Device.cpu else "cpu"
 
 
-def settle_torch(launch: LaunchConfig) -> None:
+@contextmanager
+def settled_torch(launch: LaunchConfig) -> Iterator[None]:
+    """Give torch the threads and algorithms of `launch`; after it, the next job of this process finds what was before."""
+    threads, is_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
     if launch.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(is_deterministic)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def seed_everything(seed: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from recipe_ckpt.preemption import StopRequest
+from recipe_ckpt.rank_env import find_rank
 
 log = logging.getLogger(__name__)
 
@@ -50,5 +51,6 @@ class Wishes:
 
     def leave(self, step: int) -> NoReturn:
         name = Signals(self.signal).name
-        log.warning("%s: stopped at step %d, which is saved; the same command goes on from there", name, step)
+        level = logging.INFO if find_rank() else logging.WARNING  # said once for all ranks
+        log.log(level, "%s: stopped at step %d, which is saved; the same command goes on from there", name, step)
         self._stop.leave(self.signal)

@@ -1,5 +1,6 @@
 """Runs with a mirror on a real HDFS, of which nodes are killed and stopped."""
 
+import json
 import os
 import random
 import signal
@@ -63,7 +64,7 @@ def run_toy(*overrides, cwd):
 
 
 def test_an_empty_disk_resumes_from_hdfs_to_the_twins_end(hdfs_url, tmp_path):
-    """By the command line: killed, its disk lost, resumed on another root; then with another number of ranks."""
+    """By the command line: killed, its disk lost, resumed on another root."""
     mirrored = ["checkpoint=hdfs", f"checkpoint.default_hdfs_dir={hdfs_url}"]
     killed = run_toy(
         *mirrored,
@@ -83,6 +84,27 @@ def test_an_empty_disk_resumes_from_hdfs_to_the_twins_end(hdfs_url, tmp_path):
     assert lines[:9] == twin[:9]
     assert lines[9:] == twin[8:]
     assert list_remote(hdfs_url) == [4, 8, 12]
+
+
+def test_two_ranks_with_an_empty_disk_resume_what_one_rank_mirrored(hdfs_url, tmp_path):
+    mirrored = [f"checkpoint.default_hdfs_dir={hdfs_url}"]
+    train_toy(*TOY, *mirrored, f"checkpoint.default_local_dir={tmp_path}/lost", until=8)
+    options = ["checkpoint.default_local_dir=other", "launch.nproc_per_node=2", "trainer.audit_file=audit.jsonl"]
+    resumed = run_toy(*mirrored, *options, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    train_toy(*TOY, "checkpoint=none", f"trainer.audit_file={tmp_path}/twin.jsonl")
+    assert read_samples(tmp_path / "audit.jsonl") == {
+        step: n for step, n in read_samples(tmp_path / "twin.jsonl").items() if step > 8
+    }
+    assert list_remote(hdfs_url) == [4, 8, 12]
+
+
+def read_samples(audit):
+    """The samples of each step, over all ranks."""
+    found = {}
+    for line in map(json.loads, audit.read_text().splitlines()):
+        found.setdefault(line["step"], []).extend(line["sample_ids"])
+    return {step: sorted(ids) for step, ids in found.items()}
 
 
 @pytest.mark.case("C1202", "C1203")

@@ -1,5 +1,6 @@
 """Remote file systems: one contract for every kind, in this process and in one of its own."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -12,17 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from recipe_ckpt.errors import RemoteRefusedError, RemoteUnreachableError
+from recipe_ckpt.errors import ConfigError, RemoteRefusedError, RemoteUnreachableError
 from recipe_ckpt.remote_client import Deadlines, RemoteClient
 from recipe_ckpt.remote_failures import translate_failure
 from recipe_ckpt.remote_fsspec import FsspecRemote
 from recipe_ckpt.storage import DirEntry, describe_file
+from recipe_ckpt.validation import check_remote_url
 from tests.hdfs_cluster import write_settings
 
 KINDS = ["path", "file", "memory", "hdfs"]
 RENAMING = [(opened, kind) for opened in (FsspecRemote, RemoteClient) for kind in KINDS if kind != "memory"]
 REMOTES = [*RENAMING, (FsspecRemote, "memory")]
 ODD_NAMES = ["a b", "100%", "a%20b", "ü", "模型", "a?b#c", "a+b&c"]
+KEY = "checkpoint.default_hdfs_dir"
 LEFT_OVER = ".0123456789abcdef0123456789abcdef.tmp"
 
 
@@ -58,6 +61,15 @@ def local(tmp_path):
     """A file of 20 MB and a bit: three chunks."""
     path = tmp_path / "local"
     path.write_bytes(os.urandom(1 << 20) * 20 + b"end")
+    return str(path)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A file of 256 MB, which takes a while."""
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, 256 << 20)
     return str(path)
 
 
@@ -290,10 +302,12 @@ class TestOutages:
             errors = [call.exception(20) for call in [threads.submit(hdfs_client.read, "f") for _ in range(3)]]
         assert all(type(error) is RemoteUnreachableError for error in errors)
 
-    def test_dead_datanode_in_mid_upload_is_passed_over(self, hdfs, hdfs_client, local):
-        on_bytes = once(lambda: hdfs.kill("dn0"))
-        put_until_it_works(hdfs_client, local, "f", on_bytes)
-        assert hdfs_client.list_files("") == {"f": os.path.getsize(local)}
+    def test_dead_datanode_in_mid_upload_is_passed_over(self, hdfs, hdfs_client, large):
+        moved = []
+        kill = once(lambda: hdfs.kill("dn0"))
+        put_until_it_works(hdfs_client, large, "f", lambda size: (moved.append(size), kill(size)))
+        assert moved[0] < os.path.getsize(large), "it was not in the midst"
+        assert hdfs_client.list_files("") == {"f": os.path.getsize(large)}
         hdfs.restart()
 
     def test_no_datanode_fails_the_upload_and_shows_no_file(self, hdfs, hdfs_client, local):
@@ -306,6 +320,16 @@ class TestOutages:
         hdfs.restart()
         put_until_it_works(hdfs_client, local, "g")
         assert hdfs_client.read("f") == b"1"
+
+    def test_silent_datanodes_end_at_the_deadline_and_show_no_file(self, hdfs, hdfs_client, local):
+        for name in ("dn0", "dn1"):
+            hdfs.pause(name)
+        with pytest.raises(RemoteUnreachableError, match="put_file was silent for 3 s"):
+            hdfs_client.put_file(local, "g")
+        assert hdfs_client.list_files("") == {}
+        hdfs.restart()
+        put_until_it_works(hdfs_client, local, "g")
+        assert [entry.name for entry in hdfs_client.list_dir("")] == ["g"]
 
     def test_dead_namenode_is_unreachable_not_empty(self, hdfs, hdfs_client):
         hdfs_client.write("f", b"1")
@@ -343,17 +367,15 @@ class TestWorker:
     def test_killed_worker_fails_its_calls_and_the_next_starts_another(self, client):
         client.write("f", b"1")
         kill_worker()
-        wait_for(lambda: not find_workers())
         assert client.read("f") == b"1"
 
     @pytest.mark.parametrize("kind", ["path", pytest.param("hdfs", marks=pytest.mark.hdfs)])
-    def test_worker_killed_in_mid_upload_shows_the_old_file(self, kind, request, tmp_path):
+    def test_worker_killed_in_mid_upload_shows_the_old_file(self, kind, request, tmp_path, large):
         url = request.getfixturevalue("hdfs_url") if kind == "hdfs" else f"{tmp_path}/r"
         client = RemoteClient(url)
         client.write("f", b"old")
-        Path(tmp_path, "big").write_bytes(b"x" * (256 << 20))
         with pytest.raises(RemoteUnreachableError, match="put_file: its process ended by itself"):
-            client.put_file(str(tmp_path / "big"), "f", once(kill_worker))
+            client.put_file(large, "f", once(kill_worker))
         assert client.read("f") == b"old"
         assert len(client.list_dir("")) == 2
         client.write("f", b"new")
@@ -391,7 +413,6 @@ class TestWorker:
         before = count_open(), threading.active_count()
         for _ in range(10):
             kill_worker()
-            wait_for(lambda: not find_workers())
             client.probe()
         wait_for(lambda: (count_open(), threading.active_count()) == before)
 
@@ -405,6 +426,7 @@ class TestWorker:
             worker = open(f"/proc/self/task/{{os.getpid()}}/children").read().strip()
             child = os.fork()
             if not child:
+                os.close(1)
                 time.sleep(60)
                 os._exit(0)
             print(worker, child, flush=True)
@@ -448,6 +470,54 @@ class TestWorker:
         assert capfd.readouterr().err.count("noise") == 2
 
 
+class TestCheck:
+    """What is refused before anything starts."""
+
+    @pytest.mark.parametrize(
+        ("url", "settled"),
+        [
+            ("hdfs://nn:8020//a/./b/", "hdfs://nn:8020/a/b"),
+            ("HDFS://nn/ü %20?#", "hdfs://nn/ü %20?#"),
+            ("file:///a//b/", "/a/b"),
+            ("/a/b/", "/a/b"),
+        ],
+    )
+    def test_url_has_one_spelling(self, url, settled):
+        assert check_remote_url(KEY, url) == settled
+
+    @pytest.mark.parametrize(
+        ("url", "says"),
+        [
+            ("hdfs://me:hunter2@nn/a", "without user name and password"),
+            ("hdfs://me:hunter2/x@nn/a", "a number as its port"),
+            ("s3://me@bucket/a", "without user name and password"),
+            ("file://a/b", "file:///<absolute path>"),
+            ("ftp://host/a", "a URL of"),
+            ("memory://a", "a URL of"),
+            ("s3:///a", "the name of a bucket"),
+        ],
+    )
+    def test_url_that_cannot_work_is_refused(self, url, says):
+        with pytest.raises(ConfigError, match=f"{KEY}: .*{says}") as caught:
+            check_remote_url(KEY, url)
+        assert "hunter2" not in str(caught.value)
+
+    def test_default_file_system_needs_hadoops_configuration(self, monkeypatch):
+        monkeypatch.setenv("HADOOP_CONF_DIR", "/etc/hadoop")
+        assert check_remote_url(KEY, "hdfs:///a") == "hdfs:///a"
+        monkeypatch.delenv("HADOOP_CONF_DIR")
+        monkeypatch.delenv("HADOOP_HOME", raising=False)
+        with pytest.raises(ConfigError, match="set HADOOP_CONF_DIR"):
+            check_remote_url(KEY, "hdfs:///a")
+
+    def test_missing_package_is_named(self, monkeypatch):
+        monkeypatch.setattr(sys, "path", [])
+        monkeypatch.delitem(sys.modules, "hdfs_native", raising=False)
+        importlib.invalidate_caches()
+        with pytest.raises(ConfigError, match=r'pip install "recipe-ckpt\[hdfs\]"'):
+            check_remote_url(KEY, "hdfs://nn/a")
+
+
 def find_workers():
     """The processes that this one has started and not reaped."""
     return [
@@ -465,8 +535,10 @@ def is_worker(pid):
 
 
 def kill_worker():
+    """Kill it, and wait until its client has noticed."""
     (worker,) = find_workers()
     os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
 def count_open():

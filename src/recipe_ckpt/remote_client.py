@@ -198,7 +198,7 @@ class _Worker:
 def _start_process(url: str) -> subprocess.Popen[bytes]:
     """Start it away from the terminal's signals, with the modules that this process would import."""
     home = os.path.dirname(os.path.dirname(os.path.abspath(recipe_ckpt.__file__)))
-    paths = [os.path.abspath(path) for path in sys.path]
+    paths = [os.path.abspath(path) for path in sys.path if path]  # not the working directory
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "recipe_ckpt.remote_worker", url, str(os.getpid())],
         stdin=subprocess.PIPE,

@@ -253,6 +253,12 @@ class TestRefusals:
         assert type(translated) is kind
         assert says in str(translated)
 
+    def test_missing_bucket_is_told_as_such(self):
+        error = translate_failure(
+            FileNotFoundError("The specified bucket does not exist"), "s3://b/f", lost=RemoteRefusedError
+        )
+        assert str(error) == "s3://b/f: The specified bucket does not exist. Make the bucket, or correct its name."
+
 
 class TestOutages:
     def test_refused_connection_fails_within_seconds(self):

@@ -18,9 +18,7 @@ def translate_failure(error: Exception, where: str, *, lost: type[RemoteError] |
     if isinstance(error, FileNotFoundError) and not text.startswith("Path is not a file"):
         if lost is None:
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
-        return lost(
-            f"{where}: {text}. It, or what it lies in, went away during the upload. See that nobody else writes there."
-        )
+        return lost(f"{where}: {text}. {_BUCKET if lost is RemoteRefusedError else _WENT_AWAY}", path=where)
     for sign, remedy in _REFUSALS.items():
         if sign in text or sign in type(error).__name__:
             return RemoteRefusedError(f"{where}: {text}. {remedy}", path=where)
@@ -35,6 +33,8 @@ _HADOOP_RIGHTS = "Let this user write there (hdfs dfs -chown, -chmod), or set HA
 _QUOTA = "Free some of the quota, or have it raised."
 _NAME = "Choose another directory."
 _CONF = "Set HADOOP_CONF_DIR to the directory with core-site.xml and hdfs-site.xml, or name the NameNode in the URL."
+_BUCKET = "Make the bucket, or correct its name."
+_WENT_AWAY = "It, or what it lies in, went away during the upload: see that nobody else writes there."
 _NETWORK = "Check that its host and port are right and that it is up; later tries may succeed."
 _REFUSALS = {
     "AccessControlException": _HADOOP_RIGHTS,

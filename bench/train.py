@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,7 +39,14 @@ from recipe_ckpt.policies import SavePolicy
 WITHOUT = "steps without a save"
 BLOCKING = "with a blocking save after the first"
 ASYNC = "with a save in the background after the first"
+OVERLAP = "... copied beside the next step"
 STEPS = 20
+
+POLICIES = {
+    BLOCKING: SavePolicy(),
+    ASYNC: SavePolicy(is_async=True),
+    OVERLAP: SavePolicy(is_async=True, overlap=True),
+}
 
 
 class Training:
@@ -64,8 +72,7 @@ class Training:
                 handler.save_checkpoint(self.step)
 
 
-def open_handler(training: Training, root: str, *, is_async: bool) -> CheckpointHandler:
-    policy = SavePolicy(is_async=is_async)
+def open_handler(training: Training, root: str, policy: SavePolicy) -> CheckpointHandler:
     options = {"default_local_dir": root, "max_ckpt_to_keep": 1, "save_policy": policy}
     handler = CheckpointHandler(training.engine, EmptyLoader(), **options)
     handler.load_checkpoint()
@@ -78,15 +85,18 @@ def measure(options: Options) -> tuple[int, float, Samples]:
     training = Training(options)
     with (
         shared_folder(options) as folder,
-        open_handler(training, os.path.join(folder, "blocking"), is_async=False) as blocking,
-        open_handler(training, os.path.join(folder, "async"), is_async=True) as background,
+        ExitStack() as stack,
     ):
+        handlers = {
+            name: stack.enter_context(open_handler(training, os.path.join(folder, f"{number}"), policy))
+            for number, (name, policy) in enumerate(POLICIES.items())
+        }
         for _ in rounds:
             rounds.time(WITHOUT, lambda: training.run(STEPS, None))
-            rounds.time(BLOCKING, lambda: training.run(STEPS, blocking))
-            rounds.time(ASYNC, lambda: training.run(STEPS, background))
-            background.wait()
-            distributed.barrier()
+            for name, handler in handlers.items():
+                rounds.time(name, lambda handler=handler: training.run(STEPS, handler))
+                handler.wait()
+                distributed.barrier()
     return count_tensors(training.engine), count_bytes(training.engine) / 1e6, rounds.samples
 
 
@@ -102,7 +112,7 @@ def main() -> None:
     results = run_ranks(options, measure)
     tensors, samples = results[0][0], merge_slowest([found for _, _, found in results])
     print_table(f"train: {STEPS} steps, {describe(options, tensors)}", build_lines(samples, WITHOUT, tensors))
-    for name in (BLOCKING, ASYNC):
+    for name in POLICIES:
         added = median_ms([mine - base for mine, base in zip(samples[name], samples[WITHOUT], strict=True)])
         print(f"a save adds {added:.1f} ms {name} (median of the differences)")
     write_json(options.json, {"train_with_over_without": median_ms(samples[ASYNC]) / median_ms(samples[WITHOUT])})

@@ -60,7 +60,7 @@ def kill_runs(rounds: int, folder: Path, seed: int, overrides: Sequence[str] = (
     train_toy("checkpoint=none", *RECIPE, *overrides, f"trainer.audit_file={twin_audit}")
     twin = read_steps(twin_audit)
     # In the background a save may be in flight while the steps up to the next one are trained.
-    tally = Tally(allowed=2 * SAVE_EVERY if "checkpoint.async_save=true" in overrides else SAVE_EVERY)
+    tally = Tally(allowed=SAVE_EVERY if "checkpoint.async_save=false" in overrides else 2 * SAVE_EVERY)
     while tally.kills < rounds:
         run = folder / f"run-{tally.runs}"
         run.mkdir()
@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--secs", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", help="of the configuration, such as checkpoint.async_save=true")
+    parser.add_argument("overrides", nargs="*", help="of the configuration, such as checkpoint.async_save=false")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "outage":

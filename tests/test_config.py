@@ -67,6 +67,8 @@ def checkpoint(**values):
         ({"save_contents": []}, "checkpoint.save_contents: found .*checkpoint=none"),
         ({"save_contents": ["model"], "load_contents": ["optimizer"]}, "checkpoint.load_contents: .*some of what is saved"),
         ({"async_save": "yes"}, "checkpoint.async_save: found 'yes'; allowed: true or false"),
+        ({"overlap_staging": 1}, "checkpoint.overlap_staging: found 1; allowed: true or false"),
+        ({"async_save": False, "overlap_staging": True}, "checkpoint.overlap_staging: found True; .*async_save=false"),
         ({"on_save_failure": "ignore"}, r"checkpoint.on_save_failure: .*\['raise', 'warn'\]"),
         ({"on_data_mismatch": "warn"}, r"checkpoint.on_data_mismatch: .*\['raise', 'restart'\]"),
         ({"rank_timeout_secs": 0}, "checkpoint.rank_timeout_secs: found 0"),
@@ -212,7 +214,8 @@ def test_every_option_composes_typed_and_has_a_comment_for_every_key(group, opti
 KEYS = {
     "checkpoint=default": "async_save best_metric best_mode default_hdfs_dir default_local_dir exit_upload_wait_secs"
     " keep_best keep_every load_contents max_ckpt_to_keep max_pending_uploads max_remote_ckpt_to_keep on_data_mismatch"
-    " on_save_failure on_upload_failure rank_timeout_secs resume_from_path resume_mode run_subdir save_contents",
+    " on_save_failure on_upload_failure overlap_staging rank_timeout_secs resume_from_path resume_mode run_subdir"
+    " save_contents",
     "trainer=default": "audit_file device experiment_name log_freq logger project_name save_freq"
     " save_interval_mins seed test_freq total_epochs total_training_steps",
     "optim=adamw": "betas clip_grad eps lr lr_decay_steps lr_scheduler_type lr_warmup_steps weight_decay",

@@ -139,21 +139,43 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path):
     assert saved_steps(tmp_path) == [4]
 
 
-def launch(folder, *command, timeout=120):
-    arguments = [sys.executable, "-m", *command, *at(folder), f"hydra.run.dir={folder}/hydra"]
+TOY = ("tests.toy",)
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tests.toy")
+
+
+def launch(folder, module, *overrides, timeout=120):
+    arguments = [sys.executable, "-m", *module, *at(folder), *overrides, f"hydra.run.dir={folder}/hydra"]
     return subprocess.run(arguments, cwd=REPO, timeout=timeout, capture_output=True, text=True, check=False)
 
 
 def test_a_process_that_got_sigterm_exits_with_143(tmp_path):
-    ended = launch(tmp_path, "tests.toy", "toy.term_after=3")
+    ended = launch(tmp_path, TOY, "toy.term_after=3")
     assert (ended.returncode, saved_steps(tmp_path)) == (143, [4]), ended.stderr
     assert "SIGTERM: stopped at step 4, which is saved" in ended.stdout + ended.stderr
-    assert "resumed_from=4" in launch(tmp_path, "tests.toy").stdout
+    assert "resumed_from=4" in launch(tmp_path, TOY).stdout
+
+
+IN_FLIGHT = ("trainer.total_training_steps=9", "trainer.save_freq=4")
+
+
+def test_sigterm_with_a_save_in_flight_ends_it_and_saves_the_step_in_hand(tmp_path):
+    ended = launch(tmp_path, TOY, *IN_FLIGHT, "checkpoint._target_=tests.toy.build_terminated")
+    assert (ended.returncode, saved_steps(tmp_path)) == (143, [4, 5]), ended.stderr
+    assert "resumed_from=5" in launch(tmp_path, TOY, *IN_FLIGHT).stdout
+    (tmp_path / "twin").mkdir()
+    train_toy(*at(tmp_path / "twin"), *IN_FLIGHT)
+    assert read_audit(tmp_path) == read_audit(tmp_path / "twin")
+
+
+def test_sigkill_with_a_save_in_flight_loses_that_save_only(tmp_path):
+    killed = launch(tmp_path, TOY, *IN_FLIGHT, "trainer.save_freq=2", "checkpoint._target_=tests.toy.build_killed")
+    assert (killed.returncode, saved_steps(tmp_path)) == (-signal.SIGKILL, [2]), killed.stderr
+    assert "resumed_from=2" in launch(tmp_path, TOY, *IN_FLIGHT).stdout
+    assert saved_steps(tmp_path) == [2, 4, 8, 9]
 
 
 def test_under_torchrun_a_signalled_rank_stops_the_run_at_a_saved_step(tmp_path):
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tests.toy")
-    ended = launch(tmp_path, *torchrun, "toy.term_after=3")
+    ended = launch(tmp_path, TORCHRUN, "toy.term_after=3")
     assert ended.returncode != 0
     assert saved_steps(tmp_path) == [4], ended.stderr
 

@@ -9,9 +9,9 @@ from recipe_ckpt.engines.base import StagingEngine
 from recipe_ckpt.engines.spmd import SpmdEngine, distribute
 from recipe_ckpt.errors import SaveFailedError
 from recipe_ckpt.storage import LocalStorage
+from recipe_ckpt.tensors.copying import Copying
 from recipe_ckpt.tensors.image import ImageCopies
 from recipe_ckpt.tensors.memory import find_available_bytes, find_memory_problem
-from recipe_ckpt.tensors.stager import Copying
 from tests.ranks import run_ranks
 from tests.toy_models import build_toy, train
 
@@ -137,7 +137,7 @@ class Slow:
 def test_settling_and_releasing_wait_for_copies_in_the_background():
     for end in (Copying.settle, Copying.wait, Copying.end):
         slow = Slow()
-        copying = Copying([ImageCopies([], [slow], [])])
+        copying = Copying([ImageCopies(late=[slow])])
         copying.start(overlap=True)
         end(copying)
         assert slow.is_done
@@ -289,13 +289,43 @@ class Broken:
 
 
 def test_copy_that_fails_in_the_background_surfaces_where_it_is_waited_for():
-    copying = Copying([ImageCopies([], [Broken()], [])])
+    copying = Copying([ImageCopies(late=[Broken()])])
     copying.start(overlap=True)
     copying.settle()  # an optimizer step goes on
     with pytest.raises(SaveFailedError, match="staging the tensors failed: RuntimeError: no such memory"):
         copying.wait()
     with pytest.raises(RuntimeError, match="no such memory"):
-        Copying([ImageCopies([Broken()], [], [])]).start(overlap=True)
+        Copying([ImageCopies(early=[Broken()])]).start(overlap=True)
+
+
+class Held:
+    """A copy that ends when the test says so."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def run(self):
+        assert self.go_on.wait(30)
+
+
+def test_change_during_an_overlapped_copy_by_anything_but_the_optimizer_is_an_error():
+    held, weight = Held(), torch.zeros(3)
+    copying = Copying([ImageCopies(late=[held], watched=[("weight", weight), ("other", torch.zeros(3))])])
+    copying.start(overlap=True)
+    weight.copy_(torch.ones(3))
+    held.go_on.set()
+    with pytest.raises(SaveFailedError, match="'weight' and in all 1 tensors were changed while they were copied"):
+        copying.wait()
+
+
+def test_change_after_an_overlapped_copy_is_none_of_its_business():
+    held, weight = Held(), torch.zeros(3)
+    copying = Copying([ImageCopies(late=[held], watched=[("weight", weight)])])
+    copying.start(overlap=True)
+    held.go_on.set()
+    copying.settle()
+    weight.add_(1)
+    copying.wait()
 
 
 def test_state_that_memory_can_not_hold_twice_is_refused_with_the_sizes():

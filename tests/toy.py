@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,13 +27,16 @@ from torch.utils.data import Dataset
 
 from recipe_ckpt import preemption
 from recipe_ckpt.config import DataConfig
+from recipe_ckpt.handler import CheckpointHandler
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
 from recipe_ckpt.job import job, relayed_signals
 from recipe_ckpt.launch import run_ranks
+from recipe_ckpt.policies import SavePolicy
 from recipe_ckpt.sft.data import TrainingData
 from recipe_ckpt.sft.loop import Run, open_run, train
 from recipe_ckpt.sft.recipe import Recipe
 from recipe_ckpt.sft.sampler import SampleKey, derive_seed
+from recipe_ckpt.storage import LocalStorage
 
 CONF = str(Path(__file__).parents[1] / "conf")
 VOCAB = 24
@@ -130,6 +135,42 @@ def train_toy(*overrides: str, until: int | None = None) -> Run:
             if step == until:
                 break
     return run
+
+
+class InterruptingStorage(LocalStorage):
+    """A disk that sends this process a signal while a file of step 4 is being written, and goes on when it is told to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def write_file(self, path, chunks, *, name, rank):
+        if "global_step_4." in path and name == "optimizer-0.safetensors":
+            os.kill(os.getpid(), self.number)
+            self.reached.set()
+            assert self.go_on.wait(30)
+        return super().write_file(path, chunks, name=name, rank=rank)
+
+
+class InterruptedHandler(CheckpointHandler):
+    """Lets the save of step 4 be in flight, with its signal sent, until the next save begins."""
+
+    def __init__(self, number: int, engine, loader, *, default_local_dir, extra_state, documents, **_) -> None:
+        self._disk = InterruptingStorage(number)
+        parts = {"extra_state": extra_state, "documents": documents, "storage": self._disk}
+        policy = SavePolicy(is_async=True)
+        super().__init__(engine, loader, default_local_dir=default_local_dir, save_policy=policy, **parts)
+
+    def save_checkpoint(self, step, *, metrics=None):
+        if step > 4:
+            self._disk.go_on.set()
+        super().save_checkpoint(step, metrics=metrics)
+        if step == 4:
+            assert self._disk.reached.wait(30)
+
+
+build_terminated = partial(InterruptedHandler, signal.SIGTERM)
+build_killed = partial(InterruptedHandler, signal.SIGKILL)
 
 
 def train_ranks(recipe: Recipe, faults: dict[str, int | None]) -> float | None:

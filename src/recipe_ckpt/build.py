@@ -41,7 +41,9 @@ def build_handler(
         resume_mode=settled["resume_mode"],
         resume_from_path=settled["resume_from_path"],
         lora_train_meta=lora_train_meta,
-        save_policy=SavePolicy(settled["save_contents"], settled["on_save_failure"], settled["async_save"]),
+        save_policy=SavePolicy(
+            settled["save_contents"], settled["on_save_failure"], settled["async_save"], settled["overlap_staging"]
+        ),
         load_policy=LoadPolicy(settled["load_contents"], settled["on_data_mismatch"]),
         mirror_policy=MirrorPolicy(
             settled["on_upload_failure"],

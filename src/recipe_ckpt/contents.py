@@ -55,24 +55,25 @@ class RunContents:
     def describe_data(self) -> dict[str, Any]:
         return data_state.describe_geometry(self.loader, self.dp_size)
 
-    def capture(self, step: int, contents: Collection[str], *, stage: bool) -> Captured:
+    def capture(self, step: int, contents: Collection[str], *, stage: bool, overlap: bool = False) -> Captured:
         """Take this rank's state of this instant, at an optimizer step's edge. Not collective.
 
-        With `stage` the engines' tensors are copied, so that training may go on while they are written.
+        With `stage` the engines' tensors are copied, so that training may go on while they are written; with `overlap` what
+        only an optimizer step changes may still be being copied on return.
         """
         captured = Captured(step, self.rank)
         try:
-            self._capture_engines(captured, ENGINE_CONTENTS & set(contents), stage)
+            self._capture_engines(captured, ENGINE_CONTENTS & set(contents), stage, overlap)
             self._capture_files(captured, contents)
         except BaseException:
             captured.release()
             raise
         return captured
 
-    def _capture_engines(self, captured: Captured, contents: Collection[str], stage: bool) -> None:
+    def _capture_engines(self, captured: Captured, contents: Collection[str], stage: bool, overlap: bool) -> None:
         for name, engine in self.engines.items():
             if stage and isinstance(engine, StagingEngine):
-                snapshot = engine.snapshot(contents, stage=True)
+                snapshot = engine.snapshot(contents, stage=True, overlap=overlap)
                 captured.staged.append(snapshot)
                 captured.snapshots[name] = snapshot
             elif isinstance(engine, SnapshotEngine):

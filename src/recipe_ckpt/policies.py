@@ -20,12 +20,15 @@ class OrchestrationMode(enum.Enum):
 class SavePolicy:
     """What a save holds (of `model`, `optimizer`, `extra`), what follows if it fails, and whether training waits for it.
 
-    `on_failure` is `raise` or `warn`. With `is_async` the state is copied and written in the background.
+    `on_failure` is `raise` or `warn`. With `is_async` the state is copied, and written in the background. With `overlap` as
+    well, parameters and optimizer state are copied beside the next forward and backward: until the engine's optimizer steps
+    nothing else may change them.
     """
 
     contents: Sequence[str] = CONTENTS
     on_failure: str = "raise"
     is_async: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,8 @@ class Saver:
         """Take this rank's state; a failure is kept, so that the other ranks hear of it where they wait for this one."""
         try:
             facts = self._describe(metrics)
-            captured = self._contents.capture(step, self._policy.contents, stage=in_background)
+            overlap = self._policy.overlap
+            captured = self._contents.capture(step, self._policy.contents, stage=in_background, overlap=overlap)
             captured.facts = facts
             return captured
         except Exception as error:  # noqa: BLE001 (raised in `write`)

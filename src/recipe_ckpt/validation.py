@@ -88,7 +88,7 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
         "keep_every": _check_int("checkpoint.keep_every", found["keep_every"], nullable=True),
         "keep_best": _check_int("checkpoint.keep_best", found["keep_best"], nullable=True),
         "best_mode": _choose(BestMode, "checkpoint.best_mode", found["best_mode"]),
-        "async_save": _check_bool("checkpoint.async_save", found["async_save"]),
+        **_settle_staging(found["async_save"], found["overlap_staging"]),
         "on_save_failure": _choose(FailurePolicy, "checkpoint.on_save_failure", found["on_save_failure"]),
         "on_upload_failure": _choose(UploadFailurePolicy, "checkpoint.on_upload_failure", found["on_upload_failure"]),
         "max_remote_ckpt_to_keep": _check_int(
@@ -133,6 +133,15 @@ def _settle_resume(mode: object, path: object, launch_dir: str) -> dict[str, Any
             "Give the path, or write checkpoint.resume_mode=auto.",
         )
     return {"resume_mode": chosen, "resume_from_path": settled}
+
+
+def _settle_staging(is_async: object, overlap: object) -> dict[str, bool]:
+    settled = _check_bool("checkpoint.async_save", is_async), _check_bool("checkpoint.overlap_staging", overlap)
+    if settled == (False, True):
+        raise ConfigError(
+            "checkpoint.overlap_staging", overlap, "false with async_save=false", "A blocking save copies nothing; drop one."
+        )
+    return {"async_save": settled[0], "overlap_staging": settled[1]}
 
 
 def _settle_contents(save: object, load: object) -> dict[str, list[str]]:

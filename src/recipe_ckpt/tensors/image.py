@@ -61,11 +61,16 @@ class HostBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ImageCopies:
-    """What fills an image: `early` before the snapshot returns, `late` may run until the optimizer steps, `device` beside."""
+    """What fills an image: early ones before training goes on, late ones before the optimizer steps.
 
-    early: Sequence[Copy]
-    late: Sequence[Copy]
-    device: Sequence[DeviceCopies]
+    `watched` are the late ones' tensors, by name: they must not change before.
+    """
+
+    early: Sequence[Copy] = ()
+    late: Sequence[Copy] = ()
+    device_early: Sequence[DeviceCopies] = ()
+    device_late: Sequence[DeviceCopies] = ()
+    watched: Sequence[tuple[str, torch.Tensor]] = ()
 
 
 class FileImage:
@@ -88,7 +93,7 @@ class FileImage:
     def lay_out(self, plan: WritePlan) -> ImageCopies:
         """Make room for a plan's file, put the header in place, and return the copies that fill the rest."""
         if not plan.chunks:
-            return ImageCopies([], [], [])
+            return ImageCopies()
         chunks = order_chunks(plan.chunks)
         header = build_header(chunks)
         self._size_bytes = len(header) + sum(chunk.size_bytes for chunk in chunks)
@@ -104,7 +109,7 @@ class FileImage:
 def _plan_copies(buffer: HostBuffer, placed: Sequence[tuple[int, PlannedChunk]]) -> ImageCopies:
     early: list[Copy] = []
     late: list[Copy] = []
-    by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    devices: dict[tuple[torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     run: list[Bytes] = []
     run_start = run_stop = 0
 
@@ -118,11 +123,12 @@ def _plan_copies(buffer: HostBuffer, placed: Sequence[tuple[int, PlannedChunk]])
         stop = start + chunk.size_bytes
         target = buffer.view(start, stop)
         if chunk.values.is_cuda:
-            by_device.setdefault(chunk.values.device, []).append((_as_tensor(target, chunk), chunk.values))
+            pairs = devices.setdefault((chunk.values.device, chunk.is_volatile), [])
+            pairs.append((_as_tensor(target, chunk), chunk.values))
         elif not is_plain_memory(chunk.values):
             early.append(TensorCopy(_as_tensor(target, chunk), chunk.values))
         elif chunk.size_bytes >= _SMALL_BYTES:
-            (early if chunk.is_volatile else late).append(BlockCopy(target, _view_bytes(chunk.values)))
+            (late if _is_late(chunk) else early).append(BlockCopy(target, _view_bytes(chunk.values)))
         else:
             if start != run_stop:
                 end_run()
@@ -130,7 +136,16 @@ def _plan_copies(buffer: HostBuffer, placed: Sequence[tuple[int, PlannedChunk]])
             run.append(_view_bytes(chunk.values))
             run_stop = stop
     end_run()
-    return ImageCopies(early, late, [DeviceCopies(device, pairs) for device, pairs in by_device.items()])
+    device_early, device_late = (
+        [DeviceCopies(device, pairs) for (device, is_volatile), pairs in devices.items() if is_volatile is wanted]
+        for wanted in (True, False)
+    )
+    return ImageCopies(early, late, device_early, device_late, [(c.name, c.values) for _, c in placed if _is_late(c)])
+
+
+def _is_late(chunk: PlannedChunk) -> bool:
+    on_host = is_plain_memory(chunk.values) and chunk.size_bytes >= _SMALL_BYTES
+    return not chunk.is_volatile and (chunk.values.is_cuda or on_host)
 
 
 def _view_bytes(values: torch.Tensor) -> Bytes:

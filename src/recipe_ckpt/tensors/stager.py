@@ -6,7 +6,6 @@ microsecond a tensor. Nothing here is collective.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from recipe_ckpt.engines.base import WrittenPart
 from recipe_ckpt.errors import SaveFailedError
 from recipe_ckpt.manifest import FileEntry
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.tensors.copies import Copy, DeviceCopies
+from recipe_ckpt.tensors.copying import Copying
 from recipe_ckpt.tensors.image import FileImage, ImageCopies
 from recipe_ckpt.tensors.memory import find_memory_problem
 from recipe_ckpt.tensors.plan import PartState, WritePlan, plan_write
@@ -71,56 +70,6 @@ class StagedSnapshot:
         """Give the images up without writing (any more). May be called twice."""
         self._copying.end()
         self.is_released = True
-
-
-class Copying:
-    """The copies of one snapshot: what is early is done by `start`, what is late by it or by a thread beside training."""
-
-    def __init__(self, copies: Sequence[ImageCopies]) -> None:
-        self._late: list[Copy] = [copy for item in copies for copy in item.late]
-        self._early: list[Copy] = [copy for item in copies for copy in item.early]
-        self._device: list[DeviceCopies] = [copy for item in copies for copy in item.device]
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, *, overlap: bool) -> None:
-        for device in self._device:
-            device.run()
-        if overlap and self._late:
-            # Not a daemon: at exit the interpreter must not unmap what is being copied to.
-            self._thread = threading.Thread(target=self._run_late, name="recipe_ckpt stage")
-            self._thread.start()
-        for copy in self._early:
-            copy.run()
-        if self._thread is None:
-            for copy in self._late:
-                copy.run()
-        if not overlap:
-            self.settle()
-
-    def settle(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        for device in self._device:
-            device.fence()
-
-    def wait(self) -> None:
-        self.end()
-        if self._error is not None:
-            raise SaveFailedError(f"staging the tensors failed: {type(self._error).__name__}: {self._error}") from self._error
-
-    def end(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        for device in self._device:
-            device.wait()
-
-    def _run_late(self) -> None:
-        try:
-            for copy in self._late:
-                copy.run()
-        except BaseException as error:  # noqa: BLE001 (it surfaces in `wait`)
-            self._error = error
 
 
 @dataclass(slots=True)

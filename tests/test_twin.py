@@ -328,7 +328,7 @@ def start_toy(tmp_path, *overrides, ranks=1):
     """Run the toy as a user's process and return the finished process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "tests.toy", *places(tmp_path), *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}/src:{REPO}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, f"hydra.run.dir={tmp_path}/logs"], cwd=REPO, env=environment, capture_output=True, text=True, timeout=120
     )

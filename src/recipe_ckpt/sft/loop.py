@@ -165,9 +165,10 @@ def train(run: Run, stop: StopRequest | None = None) -> Iterator[int]:
             if is_due(run.step, trainer.save_freq, run.total_steps) or wishes.has_any:
                 reporter.flush()  # a resume draws on from the checkpoint: what is before it must be there
                 run.handler.save_checkpoint(run.step, metrics=run.metrics)
+                reporter.report_save(run.handler.last_save)
                 if wishes.signal or run.step == run.total_steps:
                     run.handler.wait()  # nothing is trained beside it: what comes next may count on it
-                reporter.report_save(run.handler.last_save)
+                    reporter.report_save(run.handler.last_save)
                 reporter.report_upload(run.handler.last_upload)
                 wishes.note_save()
             yield run.step

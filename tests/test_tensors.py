@@ -22,10 +22,14 @@ from recipe_ckpt.tensors.trees import flatten, unflatten
 from recipe_ckpt.tensors.writer import TensorSnapshot, write_part
 
 
+def take_snapshot(state, rank=0, world_size=1):
+    return TensorSnapshot([plan_write(name, part, rank, world_size) for name, part in state.items()])
+
+
 def write_all(directory, tensors, *, world_size=1, leaves=None):
     """Write a replicated state as each of `world_size` ranks would, and return the entries by name."""
     state = {"model": PartState(tensors, leaves or {})}
-    snapshots = [TensorSnapshot(state, rank=rank, world_size=world_size) for rank in range(world_size)]
+    snapshots = [take_snapshot(state, rank, world_size) for rank in range(world_size)]
     written = [snapshot.write(str(directory), LocalStorage()) for snapshot in snapshots]
     joined = snapshots[0].finish(str(directory), LocalStorage(), [part.fragment for part in written])
     return {entry.path: entry for entry in [*(entry for part in written for entry in part.entries), *joined]}
@@ -159,14 +163,14 @@ class LyingStorage(LocalStorage):
 
 
 def test_file_of_another_size_than_planned_fails_the_save(tmp_path):
-    snapshot = TensorSnapshot({"model": PartState({"w": torch.rand(3)})}, rank=0, world_size=1)
+    snapshot = take_snapshot({"model": PartState({"w": torch.rand(3)})})
     with pytest.raises(SaveFailedError, match=r"model-0.safetensors: planned were 4108 bytes, written 4107"):
         snapshot.write(str(tmp_path), LyingStorage())
 
 
 def plan_fragments(world_size=3):
     state = {"model": PartState({f"w{number}": torch.zeros(4, 2) for number in range(4)})}
-    snapshots = [TensorSnapshot(state, rank=rank, world_size=world_size) for rank in range(world_size)]
+    snapshots = [take_snapshot(state, rank, world_size) for rank in range(world_size)]
     plans = [plan_write("model", state["model"], rank, world_size) for rank in range(world_size)]
     chunks = [[(c.position, c.number, c.box) for c in plan.chunks] for plan in plans]
     return snapshots[0], [{"model": build_fragment(p.declaration, c)} for p, c in zip(plans, chunks, strict=True)]
@@ -192,7 +196,7 @@ def test_tensor_written_twice_fails_the_save_by_tensor(tmp_path):
 )
 def test_ranks_with_different_tensors_fail_the_save(tmp_path, other):
     states = [{"w": torch.zeros(2)}, other]
-    snapshots = [TensorSnapshot({"model": PartState(s)}, rank=r, world_size=2) for r, s in enumerate(states)]
+    snapshots = [take_snapshot({"model": PartState(s)}, r, 2) for r, s in enumerate(states)]
     fragments = [snapshot.write(str(tmp_path), LocalStorage()).fragment for snapshot in snapshots]
     with pytest.raises(SaveFailedError, match=r"model: rank 1 holds other tensors, shapes.* than rank 0 \(1\)"):
         snapshots[0].finish(str(tmp_path), LocalStorage(), fragments)

@@ -94,7 +94,7 @@ class SpmdEngine:
         """
         parts = self._capture(contents)
         if not stage:
-            return TensorSnapshot(parts, rank=_rank(), world_size=_world_size())
+            return TensorSnapshot(self._stager.plan(parts, rank=_rank(), world_size=_world_size()))
         if overlap:
             self._guard_step()
         return self._stager.stage(parts, rank=_rank(), world_size=_world_size(), overlap=overlap)

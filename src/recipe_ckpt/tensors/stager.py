@@ -98,6 +98,14 @@ class Stager:
         self._images: dict[str, FileImage] = {}
         self._current: StagedSnapshot | None = None
 
+    def plan(self, parts: Mapping[str, PartState], *, rank: int, world_size: int) -> list[WritePlan]:
+        """Return the plans by which these parts are written, staged or not.
+
+        Raises:
+            SaveFailedError: a tensor can't be stored.
+        """
+        return [self._plan(name, state, rank, world_size).plan for name, state in parts.items()]
+
     def find_problem(self, parts: Mapping[str, PartState], *, rank: int, world_size: int) -> str | None:
         """Say why copies of these parts would not fit into memory, or None if they would."""
         return self._find_problem([self._plan(name, state, rank, world_size) for name, state in parts.items()])

@@ -46,21 +46,57 @@ class Options:
     folder: str
     json: str | None
 
+    @property
+    def suffix(self) -> str:
+        """What keeps the ratios of many small tensors apart from those of few large ones."""
+        return "_many" if self.tensors >= 1000 else ""
 
-def parse_options(what: str, argv: Sequence[str] | None = None, *, mb: float = 200, rounds: int = 7) -> list[Options]:
-    """Return one entry for each state that is to be measured: by default few large tensors and 2,000 of 4 KB."""
-    parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--mb", type=float, default=mb, help="bytes of each rank's state with few tensors, in MB")
-    parser.add_argument("--tensors", type=int, help="measure one state, of --mb in this many tensors")
-    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4))
-    parser.add_argument("--rounds", type=int, default=rounds)
+
+def build_parser(what: str, rounds: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often each way is measured, after one to warm up")
     parser.add_argument("--folder", default=os.getcwd(), help="a directory on the disk to be measured")
     parser.add_argument("--json", help="write the ratios into this file")
-    found = parser.parse_args(argv)
+    return parser
+
+
+def parse_options(what: str, *, mb: float, rounds: int, has_many: bool) -> list[Options]:
+    """Return one entry for each state to be measured: of few large tensors, and with `has_many` of 2,000 of 4 KB too."""
+    parser = build_parser(what, rounds)
+    parser.add_argument("--mb", type=float, default=mb, help="bytes of each rank's state, in MB")
+    parser.add_argument("--tensors", type=int, help="measure one state, of --mb in about so many tensors")
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4), help="processes; the state is sharded by FSDP2")
+    found = parser.parse_args()
     shared = {"ranks": found.ranks, "rounds": found.rounds, "folder": found.folder, "json": found.json}
-    if found.tensors:
-        return [Options(found.mb, found.tensors, **shared)]
-    return [Options(found.mb, 18, **shared), Options(2000 * SMALL_TENSOR_BYTES / 1e6, 2000, **shared)]
+    states = [Options(found.mb, found.tensors or 18, **shared)]
+    if has_many and not found.tensors:
+        states.append(Options(2000 * SMALL_TENSOR_BYTES / 1e6, 2000, **shared))
+    return states
+
+
+Measured = tuple[int, Samples]
+"""How many tensors a rank's state has, and what was measured on the rank."""
+
+
+def run_bench(
+    what: str,
+    measure: Callable[[Options], Measured],
+    report: Callable[[Samples, int], tuple[list[Line], dict[str, float]]],
+    *,
+    mb: float = 200,
+    rounds: int = 7,
+    has_many: bool = True,
+) -> None:
+    """Measure each state on all ranks, print a table of what `report` makes of the slowest ranks, and write its ratios."""
+    ratios: dict[str, float] = {}
+    states = parse_options(what, mb=mb, rounds=rounds, has_many=has_many)
+    for options in states:
+        results = run_ranks(options, measure)
+        tensors, samples = results[0][0], merge_slowest([found for _, found in results])
+        lines, found = report(samples, tensors)
+        print_table(f"{what.splitlines()[0]}\n{describe(options, tensors)}", lines)
+        ratios |= {f"{name}{options.suffix}": value for name, value in found.items()}
+    write_json(states[0].json, ratios)
 
 
 # --- states
@@ -222,6 +258,14 @@ def shared_folder(options: Options) -> Iterator[str]:
         distributed.barrier()
         if distributed.get_rank() == 0:
             shutil.rmtree(box[0])
+
+
+def remove_together(path: str) -> None:
+    """Remove a directory when no rank needs it any more. Collective."""
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(path)
+    distributed.barrier()
 
 
 def gather(value: Any) -> list[Any]:

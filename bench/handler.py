@@ -1,38 +1,38 @@
 """What the handler adds to a save by itself: `python -m bench.handler`.
 
-Its engine has no tensors, so all that is left are its own files, fsyncs, renames and the agreement of the ranks. The limit is
-as many files of the same sizes, each written and fsynced by rank 0, and one fsync of each directory.
+Its engine has no tensors (with `--mb` it has), so all that is left are its own files, fsyncs, renames and the agreement of
+the ranks. The limit is each rank's changes to the disk, in order, by nothing but system calls: every file with its fsync,
+every rename, every fsync of a directory.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import distributed
 
 from bench.common import (
+    Line,
+    Measured,
     Options,
     Rounds,
     Samples,
+    build_engine,
     build_lines,
     median_ms,
-    merge_slowest,
-    parse_options,
-    print_table,
-    run_ranks,
+    run_bench,
     shared_folder,
-    write_json,
 )
+from recipe_ckpt import layout
 from recipe_ckpt.engines.base import WrittenPart
 from recipe_ckpt.handler import CheckpointHandler
 from recipe_ckpt.manifest import FileEntry
-from recipe_ckpt.storage import LocalStorage, Storage
+from recipe_ckpt.storage import Buffer, LocalStorage, Storage
 
-LIMIT = "raw writes and fsyncs of the same files"
+LIMIT = "the same writes, renames and fsyncs"
 SAVE = "save_checkpoint"
 
 
@@ -70,56 +70,95 @@ class EmptyLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def measure(options: Options) -> Samples:
+class Recorder(LocalStorage):
+    """A disk that notes every change made to it, in order: (what, path, size or target)."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, str, Any]] = []
+
+    def write_file(self, path: str, chunks: Iterable[Buffer], *, name: str, rank: int) -> FileEntry:
+        entry = super().write_file(path, chunks, name=name, rank=rank)
+        self.changes.append(("write", path, entry.size_bytes))
+        return entry
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        before = len(self.changes)
+        super().replace_file(path, data)
+        self.changes[before:] = [("replace", path, len(data))]
+
+    def make_dirs(self, path: str) -> None:
+        before = len(self.changes)
+        super().make_dirs(path)
+        if len(self.changes) > before:
+            self.changes[before:] = [("make", path, None)]
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        self.changes.append(("rename", source, target))
+
+    def sync_dir(self, path: str) -> None:
+        super().sync_dir(path)
+        self.changes.append(("sync", path, None))
+
+
+def replay(changes: Sequence[tuple[str, str, Any]], root: str, copy: str) -> None:
+    """Do the same to a copy of the root's directories, with nothing but system calls."""
+    for what, path, detail in changes:
+        place = path.replace(root, copy, 1)
+        if what == "write":
+            write_raw(place, detail)
+        elif what == "replace":
+            write_raw(f"{place}.tmp", detail)
+            os.replace(f"{place}.tmp", place)
+            sync_raw(os.path.dirname(place))
+        elif what == "make":
+            os.makedirs(place, exist_ok=True)
+            sync_raw(os.path.dirname(place))
+        elif what == "rename":
+            os.rename(place, detail.replace(root, copy, 1))
+        else:
+            sync_raw(place)
+
+
+def write_raw(path: str, size_bytes: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(descriptor, bytes(size_bytes))
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def sync_raw(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def measure(options: Options) -> Measured:
     logging.disable()
     rounds = Rounds(options.rounds)
+    disk = Recorder()
+    engine: Any = build_engine(options) if options.mb else EmptyEngine()
     with shared_folder(options) as folder:
-        handler = CheckpointHandler(EmptyEngine(), EmptyLoader(), default_local_dir=os.path.join(folder, "run"))
-        with handler:
+        root, copy = os.path.join(folder, "run"), os.path.join(folder, f"raw-{distributed.get_rank()}")
+        os.makedirs(os.path.join(copy, layout.STAGING_DIR))
+        with CheckpointHandler(engine, EmptyLoader(), default_local_dir=root, storage=disk) as handler:
             handler.load_checkpoint()
             for number in rounds:
-                rounds.time(SAVE, lambda step=number + 1: save(handler, step))
+                disk.changes.clear()
+                rounds.time(SAVE, lambda step=number + 1: handler.save_checkpoint(step))
+                for what, path, _ in disk.changes:
+                    if what == "write":  # a rank that did not make the directory of this save itself
+                        os.makedirs(os.path.dirname(path).replace(root, copy, 1), exist_ok=True)
+                rounds.time(LIMIT, lambda: replay(disk.changes, root, copy))
                 distributed.barrier()
-                files = list_files(os.path.join(folder, "run", f"global_step_{number + 1}"))
-                if distributed.get_rank() == 0:
-                    rounds.time_alone(LIMIT, lambda sizes=files: write_raw(os.path.join(folder, "raw"), sizes))
-                    shutil.rmtree(os.path.join(folder, "raw"))
-                else:
-                    rounds.add(LIMIT, 0.0)
-                distributed.barrier()
-    return rounds.samples
+    return 1, rounds.samples
 
 
-def save(handler: CheckpointHandler, step: int) -> None:
-    """Save, and wait for it where the handler saves in the background."""
-    handler.save_checkpoint(step)
-    wait = getattr(handler, "wait", None)
-    if wait is not None:
-        wait()
-
-
-def list_files(folder: str) -> dict[str, int]:
-    return {name: os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder)}
-
-
-def write_raw(folder: str, sizes: Mapping[str, int]) -> None:
-    os.makedirs(folder)
-    for name, size in sizes.items():
-        with open(os.path.join(folder, name), "xb", buffering=0) as file:
-            file.write(bytes(size))
-            os.fsync(file.fileno())
-    LocalStorage().sync_dir(folder)
-    LocalStorage().sync_dir(os.path.dirname(folder))
-
-
-def main() -> None:
-    options = parse_options(__doc__, rounds=30)[0]
-    samples = merge_slowest(run_ranks(options, measure))
-    print_table(f"handler without an engine: {options.ranks} ranks, {options.rounds} rounds", build_lines(samples, LIMIT, 1))
-    handler_ms = median_ms(samples[SAVE])
-    ratios = {"handler_ms": handler_ms, "handler_ms_beyond_raw": handler_ms - median_ms(samples[LIMIT])}
-    write_json(options.json, ratios)
+def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]]:
+    ms = median_ms(samples[SAVE])
+    ratios = {"handler_ms": ms, "handler_ms_beyond_raw": ms - median_ms(samples[LIMIT])}
+    return build_lines(samples, LIMIT, tensors), ratios
 
 
 if __name__ == "__main__":
-    main()
+    run_bench(__doc__, measure, report, mb=0, rounds=30, has_many=False)

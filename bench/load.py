@@ -16,6 +16,8 @@ from torch import distributed
 
 from bench.common import (
     CONTENTS,
+    Line,
+    Measured,
     Options,
     Rounds,
     Samples,
@@ -23,15 +25,10 @@ from bench.common import (
     build_lines,
     build_tree,
     count_tensors,
-    describe,
     gather,
     median_ms,
-    merge_slowest,
-    parse_options,
-    print_table,
-    run_ranks,
+    run_bench,
     shared_folder,
-    write_json,
 )
 from bench.save import write_torch
 from recipe_ckpt.manifest import FileEntry
@@ -42,7 +39,7 @@ RESTORE = "restore, digests checked"
 FRESH = "restore, digests checked, fresh optimizer state"
 
 
-def measure(options: Options) -> tuple[int, Samples]:
+def measure(options: Options) -> Measured:
     engine = build_engine(options)
     tree = build_tree(engine)
     rounds = Rounds(options.rounds)
@@ -82,19 +79,14 @@ def read_raw(folder: str, entries: list[FileEntry], buffer: bytearray) -> None:
                 view = view[file.readinto(view) :]
 
 
-def main() -> None:
-    ratios = {}
-    for number, options in enumerate(states := parse_options(__doc__)):
-        results = run_ranks(options, measure)
-        tensors, samples = results[0][0], merge_slowest([found for _, found in results])
-        print_table(f"load: {describe(options, tensors)}", build_lines(samples, LIMIT, tensors))
-        suffix = "_many" if number or (len(states) == 1 and options.tensors >= 1000) else ""
-        base = median_ms(samples[LIMIT])
-        ratios[f"load_over_copy{suffix}"] = median_ms(samples[RESTORE]) / base
-        ratios[f"load_fresh_over_copy{suffix}"] = median_ms(samples[FRESH]) / base
-        ratios[f"load_us_per_tensor_beyond{suffix}"] = (median_ms(samples[RESTORE]) - 1.1 * base) * 1e3 / tensors
-    write_json(states[0].json, ratios)
+def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]]:
+    base = median_ms(samples[LIMIT])
+    return build_lines(samples, LIMIT, tensors), {
+        "load_over_copy": median_ms(samples[RESTORE]) / base,
+        "load_fresh_over_copy": median_ms(samples[FRESH]) / base,
+        "load_us_per_tensor_beyond": (median_ms(samples[RESTORE]) - 1.1 * base) * 1e3 / tensors,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_bench(__doc__, measure, report)

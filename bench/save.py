@@ -7,7 +7,6 @@ into it outside of the time (bench.stall has it), and the index within; the bloc
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import distributed
 
 from bench.common import (
     CONTENTS,
+    Line,
+    Measured,
     Options,
     Rounds,
     Samples,
@@ -25,16 +26,12 @@ from bench.common import (
     build_tree,
     count_bytes,
     count_tensors,
-    describe,
     gather,
     localize,
     median_ms,
-    merge_slowest,
-    parse_options,
-    print_table,
-    run_ranks,
+    remove_together,
+    run_bench,
     shared_folder,
-    write_json,
 )
 from recipe_ckpt.storage import LocalStorage
 
@@ -43,7 +40,7 @@ STAGED = "staged snapshot: write + finish"
 BLOCKING = "blocking snapshot: write + finish"
 
 
-def measure(options: Options) -> tuple[int, Samples]:
+def measure(options: Options) -> Measured:
     engine = build_engine(options)
     tree = build_tree(engine)
     raw = memoryview(torch.randint(0, 255, (count_bytes(engine),), dtype=torch.uint8).numpy())
@@ -56,9 +53,7 @@ def measure(options: Options) -> tuple[int, Samples]:
                 os.makedirs(folder)
             distributed.barrier()
             rounds.time(name, work)
-            distributed.barrier()
-            if distributed.get_rank() == 0:
-                shutil.rmtree(folder)
+            remove_together(folder)
 
         for _ in rounds:
             time_in_folder(LIMIT, lambda: write_raw(folder, raw))
@@ -92,17 +87,13 @@ def write_torch(folder: str, tree: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def main() -> None:
-    ratios = {}
-    for number, options in enumerate(states := parse_options(__doc__)):
-        results = run_ranks(options, measure)
-        tensors, samples = results[0][0], merge_slowest([found for _, found in results])
-        print_table(f"save: {describe(options, tensors)}", build_lines(samples, LIMIT, tensors))
-        suffix = "_many" if number or (len(states) == 1 and options.tensors >= 1000) else ""
-        ratios[f"save_over_raw{suffix}"] = median_ms(samples[STAGED]) / median_ms(samples[LIMIT])
-        ratios[f"save_blocking_over_raw{suffix}"] = median_ms(samples[BLOCKING]) / median_ms(samples[LIMIT])
-    write_json(states[0].json, ratios)
+def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]]:
+    base = median_ms(samples[LIMIT])
+    return build_lines(samples, LIMIT, tensors), {
+        "save_over_raw": median_ms(samples[STAGED]) / base,
+        "save_blocking_over_raw": median_ms(samples[BLOCKING]) / base,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_bench(__doc__, measure, report)

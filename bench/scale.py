@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.common import Line, Rounds, median_ms, print_table, write_json
+from bench.common import Line, Rounds, build_parser, median_ms, print_table, write_json
 from recipe_ckpt import layout
 from recipe_ckpt.manifest import BranchEntry, FileEntry, FileTable, Manifest, RunRecord, digest_manifest
 from recipe_ckpt.storage import LocalStorage
@@ -85,13 +84,10 @@ def build_index(tensors: int) -> TensorIndex:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--tensors", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=os.getcwd())
-    parser.add_argument("--json")
+    parser = build_parser(__doc__, rounds=5)
+    parser.add_argument("--ranks", type=int, default=4096, help="simulated ones, in this process")
+    parser.add_argument("--steps", type=int, default=10_000, help="step directories")
+    parser.add_argument("--tensors", type=int, default=100_000, help="in the index")
     options = parser.parse_args()
     rounds = Rounds(options.rounds)
     works = build_works(options.ranks, options.tensors)

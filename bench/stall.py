@@ -7,17 +7,16 @@ takes longer for them: snapshot, compute, wait as the optimizer step would; less
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import distributed
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from bench.common import (
     CONTENTS,
     Line,
+    Measured,
     Options,
     Rounds,
     Samples,
@@ -26,15 +25,11 @@ from bench.common import (
     build_tree,
     count_bytes,
     count_tensors,
-    describe,
     median_ms,
-    merge_slowest,
-    parse_options,
-    print_table,
-    run_ranks,
+    remove_together,
+    run_bench,
     shared_folder,
     subtract,
-    write_json,
 )
 
 LIMIT = "one warm torch copy_"
@@ -44,7 +39,7 @@ COMPUTE = "computing alone"
 OVERLAPPED = "computing with an overlapped snapshot"
 
 
-def measure(options: Options) -> tuple[int, Samples]:
+def measure(options: Options) -> Measured:
     engine = build_engine(options)
     tree = build_tree(engine)
     source = torch.ones(count_bytes(engine) // 4)
@@ -90,28 +85,20 @@ def _compute_beside(engine: Any, compute: Computing) -> Any:
 def _time_dcp(rounds: Rounds, name: str, tree: dict[str, Any], folder: str, stager: Any) -> None:
     path = os.path.join(folder, "dcp")
     rounds.time(name, lambda: dcp.async_save(tree, checkpoint_id=path, async_stager=stager)).result()
-    distributed.barrier()
-    if distributed.get_rank() == 0:
-        shutil.rmtree(path)
+    remove_together(path)
 
 
-def main() -> None:
-    ratios = {}
-    for number, options in enumerate(states := parse_options(__doc__, rounds=5)):
-        results = run_ranks(options, measure)
-        tensors, samples = results[0][0], merge_slowest([found for _, found in results])
-        added = subtract(samples, OVERLAPPED, COMPUTE)
-        lines = build_lines({k: v for k, v in samples.items() if k not in (COMPUTE, OVERLAPPED)}, LIMIT, tensors)
-        base = median_ms(samples[LIMIT])
-        ms = median_ms(added)
-        lines.insert(3, Line("... added to computing by it", ms, ms / base, None, (min(added) * 1e3, max(added) * 1e3)))
-        print_table(f"stall: {describe(options, tensors)}", lines)
-        suffix = "_many" if number or (len(states) == 1 and options.tensors >= 1000) else ""
-        ratios[f"stall_over_memcpy{suffix}"] = median_ms(samples[STAGED]) / base
-        ratios[f"stall_us_per_tensor_beyond{suffix}"] = (median_ms(samples[STAGED]) - base) * 1e3 / tensors
-        ratios[f"stall_overlapped_over_memcpy{suffix}"] = ms / base
-    write_json(states[0].json, ratios)
+def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]]:
+    added = subtract(samples, OVERLAPPED, COMPUTE)
+    lines = build_lines({k: v for k, v in samples.items() if k not in (COMPUTE, OVERLAPPED)}, LIMIT, tensors)
+    base, ms = median_ms(samples[LIMIT]), median_ms(added)
+    lines.insert(3, Line("... added to computing by it", ms, ms / base, None, (min(added) * 1e3, max(added) * 1e3)))
+    return lines, {
+        "stall_over_memcpy": median_ms(samples[STAGED]) / base,
+        "stall_us_per_tensor_beyond": (median_ms(samples[STAGED]) - base) * 1e3 / tensors,
+        "stall_overlapped_over_memcpy": ms / base,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_bench(__doc__, measure, report)

@@ -6,6 +6,7 @@ that a thousand fragments stay small.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,22 +53,25 @@ def merge_fragments(declarations: Mapping[str, Declaration], fragments: Sequence
 
 
 def _merge_part(part: str, declaration: Declaration, fragments: Sequence[JSON]) -> PartIndex:
-    holders: list[list[Chunk]] = [[] for _ in declaration.tensors]
+    # Tensors that are cut alike come in one group, on every rank: an append for each of them would take a second.
+    groups: dict[tuple[int, ...], list[Chunk]] = {}
     digest = declaration.digest()
     for rank, fragment in enumerate(fragments):
         _require_equal(part, declaration, digest, rank, fragment)
         for number, text, positions in fragment["chunks"]:
             chunk = Chunk(rank, number, Box.parse(text))
             if chunk.box.volume:
-                for position in positions:
-                    holders[position].append(chunk)
+                groups.setdefault(tuple(positions), []).append(chunk)
+    holders: list[list[list[Chunk]]] = [[] for _ in declaration.tensors]
+    for positions, chunks in groups.items():
+        for position in positions:
+            holders[position].append(chunks)
     grids: dict[tuple[object, ...], Grid] = {}
     tensors = {}
-    for (name, (dtype, shape)), chunks in zip(declaration.tensors.items(), holders, strict=True):
-        # By identity: hashing a thousand boxes for each tensor would cost a second.
-        key = (shape, *map(id, chunks))
+    for (name, (dtype, shape)), held in zip(declaration.tensors.items(), holders, strict=True):
+        key = (shape, *map(id, held))
         if key not in grids:
-            grids[key] = _build_grid(part, name, shape, chunks)
+            grids[key] = _build_grid(part, name, shape, list(itertools.chain.from_iterable(held)))
         tensors[name] = StoredTensor(dtype, grids[key])
     return PartIndex(tensors, declaration.aliases, declaration.leaves)
 

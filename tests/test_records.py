@@ -79,6 +79,12 @@ def test_record_reads_back_as_written(record):
     assert type(record).decode(record.encode(), "x") == record
 
 
+@pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"indent": 4}, {"separators": (",", ":")}])
+@pytest.mark.parametrize("record", ONE_OF_EACH, ids=lambda record: type(record).__name__)
+def test_record_laid_out_otherwise_reads_back(record, layout):
+    assert type(record).decode(json.dumps(json.loads(record.encode()), **layout).encode(), "x") == record
+
+
 @pytest.mark.parametrize("record", ONE_OF_EACH, ids=lambda record: type(record).__name__)
 def test_record_is_refused_with_a_missing_or_an_unknown_field(record):
     raw = json.loads(record.encode())

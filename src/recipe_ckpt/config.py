@@ -85,7 +85,7 @@ class CheckpointConfig:
     async_save: bool = True
     """Copy the state and write it in the background, while training goes on; false waits until it is durable.
 
-    Measured: a save in the background costs training a third to a half of a blocking one (docs/performance.md). It needs host
+    Measured: in the background it costs training about half of a blocking save, or less (docs/performance.md). It needs host
     memory for a copy; where there is none, and for engines that take no staged snapshots, a save is a blocking one.
     """
     overlap_staging: bool = False

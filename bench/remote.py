@@ -128,7 +128,7 @@ def measure_round(
     """Upload and download once in each way, and remove all of it; `there` and `here` are directories of this round."""
     names = sorted(os.listdir(step_dir))
     for way in ("raw", "seed"):
-        client.mkdirs(f"{there}/{way}")
+        client.mkdirs(f"{there}/{way}", create_parent=True)
         os.makedirs(f"{here}/{way}")
     name = layout.build_step_name(STEP)
     timed.time("upload: raw, 8 threads", lambda: copy_all(copy_up, client, step_dir, f"{there}/raw", names, PARALLEL_FILES))

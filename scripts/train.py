@@ -5,6 +5,7 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig
 
+from recipe_ckpt.command_line import run_main
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
 from recipe_ckpt.job import job, relayed_signals
 from recipe_ckpt.launch import run_ranks
@@ -24,4 +25,4 @@ def main(cfg: DictConfig) -> float | None:
 if __name__ == "__main__":
     register_schemas()
     with relayed_signals():
-        main()
+        run_main(main)

@@ -51,6 +51,9 @@ LAYERS = {
     "tensors": 5,
     "engines": 6,
     "sft": 7,
+    "messages": 8,
+    "help_text": 8,
+    "command_line": 8,
     "hydra_side": 8,
     "job": 8,
     "launch": 8,
@@ -60,8 +63,9 @@ SEES_PORTS_ONLY = {"tensors": 1}
 
 USERS = {
     "torch": ["coordination", "data_state", "handler", "tensors", "engines", "sft", "launch"],
-    "hydra": ["hydra_side", "job", "launch"],
-    "omegaconf": ["hydra_side", "launch"],
+    "hydra": ["command_line", "help_text", "hydra_side", "job", "launch", "messages"],
+    "omegaconf": ["help_text", "hydra_side", "launch", "messages"],
+    "yaml": ["messages"],
     "fsspec": ["remote_trees"],
     "hdfs_native": ["remote_trees"],
     "ray": [],

@@ -47,15 +47,23 @@ def test_showing_the_configuration_loads_no_torch(tmp_path):
 
 
 @pytest.mark.case("C106", "C1104", "C1107", "C807")
-@pytest.mark.parametrize("python", [[], ["-O"]], ids=["python", "python -O"])
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         (
             "checkpoint.resume_mode=resume_from_path",
-            r"Invalid value 'resume_from_path', expected one of \[auto, disable, resume_path\]",
+            r"ConfigError: checkpoint.resume_mode: found 'resume_from_path'; .*'auto', 'disable', 'resume_path'",
         ),
-        ("checkpoint.resume_mode=off", r"Invalid value 'off', expected one of \[auto, disable, resume_path\]"),
+        ("checkpoint.resume_mode=off", r"ConfigError: checkpoint.resume_mode: found 'off'; allowed: one of"),
+        (
+            "checkpoint.max_ckpt_to_keep=none",
+            "ConfigError: checkpoint.max_ckpt_to_keep: found 'none'; .*max_ckpt_to_keep=null",
+        ),
+        ("checkpoint.resum_mode=auto", r"ConfigError: .*Did you mean checkpoint.resume_mode\?"),
+        ("+checkpoint.resum_mode=auto", r"ConfigError: .*Did you mean checkpoint.resume_mode\?"),
+        ("trianer.lr=1", r"ConfigError: trianer.lr: .*Did you mean optim.lr\?"),
+        ("checkpoint=defualt", r"ConfigError: checkpoint: .*Did you mean checkpoint=default\?"),
+        ("checkpoint.default_local_dir=/a/lr=1", "ConfigError: .*Write \"checkpoint.default_local_dir='/a/lr=1'\""),
         (
             "checkpoint.resume_mode=resume_path",
             r"ConfigError: checkpoint.resume_from_path: found None; allowed: a global_step_<N>",
@@ -65,11 +73,10 @@ def test_showing_the_configuration_loads_no_torch(tmp_path):
         ("trainer.save_freq=0", r"ConfigError: trainer.save_freq: found 0"),
     ],
 )
-def test_a_value_that_can_not_work_ends_with_one_clear_message(tmp_path, override, message, python):
-    done = start(tmp_path, override, python=python)
+def test_a_value_that_can_not_work_ends_with_one_clear_message(tmp_path, override, message):
+    done = start(tmp_path, override, python=["-O"])  # without asserts
     assert done.returncode == 1
-    assert re.search(message, done.stderr)
-    assert "Traceback" not in done.stderr
+    assert re.fullmatch(f"{message}.*\n", done.stderr)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -80,7 +87,7 @@ def test_a_boolean_from_a_file_is_refused_with_the_names(tmp_path):
     (folder / "fresh.yaml").write_text("# @package _global_\ncheckpoint:\n  resume_mode: off\n")
     done = start(tmp_path, f"--config-dir={tmp_path}/conf", "experiment=fresh")
     assert done.returncode == 1
-    assert "Invalid value 'False', expected one of [auto, disable, resume_path]" in done.stderr
+    assert re.fullmatch(r"ConfigError: checkpoint.resume_mode: found False; .*experiment/fresh.yaml\.\n", done.stderr)
 
 
 @pytest.mark.case("C1104")

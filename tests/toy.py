@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from recipe_ckpt import preemption
+from recipe_ckpt.command_line import run_main
 from recipe_ckpt.config import DataConfig
 from recipe_ckpt.handler import CheckpointHandler
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
@@ -204,4 +205,4 @@ if __name__ == "__main__":
 
     toy.register_toy()
     with relayed_signals():
-        toy.main()
+        run_main(toy.main)

@@ -15,9 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recipe_ckpt import config, layout, validation
+from recipe_ckpt.command_line import leave_errors_to_hydra
 from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
+from recipe_ckpt.messages import explain
 from recipe_ckpt.rank_env import count_ranks, find_rank, name_launch
 
 if TYPE_CHECKING:
@@ -112,8 +115,11 @@ def _is_sweep() -> bool:
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """End the process with one line on stderr for what the user can mend, instead of a traceback."""
+    leave_errors_to_hydra()
     try:
         yield
+    except OmegaConfBaseException as error:
+        sys.exit(explain(error))
     except CheckpointError as error:
         # Only an Exception is one job's alone; what is wrong with the configuration ends the sweep.
         if not can_be_mended(error) or (_is_sweep() and not isinstance(error, ConfigError)):

@@ -6,11 +6,12 @@ typed on the command line.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import math
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -43,6 +44,9 @@ _REMOTE_MODULES = {
 }
 """What serves a URL, beside `file` and plain paths."""
 
+NULL_LIKE = ("none", "None")
+"""Texts that are meant as null and are none in YAML."""
+
 
 def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: str | None = None) -> dict[str, Any]:
     """Check the whole configuration; return its sections with absolute paths, null for -1, and `checkpoint` as plain values.
@@ -56,6 +60,8 @@ def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: st
     settled = dict(sections)
     values = {key: value for key, value in vars(sections["checkpoint"]).items() if not key.startswith("_")}
     settled["checkpoint"] = validate_checkpoint(values, launch_dir=launch_dir)
+    for group, section in sections.items():
+        _check_nulls(group, section)
     settled["trainer"] = _settle_trainer(sections["trainer"], launch_dir)
     _check_optim(sections["optim"])
     _check_int("launch.nproc_per_node", sections["launch"].nproc_per_node, nullable=True)
@@ -312,7 +318,7 @@ def _settle_text(key: str, value: object) -> str | None:
     """Return a text, or None for null and for an empty one; refuse what looks like a null that YAML didn't see."""
     if value is None or value == "":
         return None
-    if not isinstance(value, str) or value in ("none", "None"):
+    if not isinstance(value, str) or value in NULL_LIKE:
         raise ConfigError(key, value, "a text or null", f"For no value write null: {key}=null.")
     return value
 
@@ -371,7 +377,30 @@ def _check_float(
 def _check_known(group: str, values: Collection[str], known: Collection[str]) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(f"{group}.{key}", key, f"the keys {sorted(known)}", "Remove it, or correct its name.")
+            listed = sorted(name for name in known if not name.startswith("_"))
+            nearest = find_nearest(key, listed)
+            remedy = f"Did you mean {group}.{nearest}?" if nearest else "Remove it, or correct its name."
+            raise ConfigError(f"{group}.{key}", key, f"the keys {listed}", remedy)
+
+
+def _check_nulls(group: str, section: Any) -> None:
+    """Refuse a text that was meant as null, in every key that may be null."""
+    for item in fields(section) if is_dataclass(section) else ():
+        if item.default is None:
+            value = getattr(section, item.name)
+            _settle_text(f"{group}.{item.name}", value if isinstance(value, str) else None)
+
+
+def find_nearest(key: str, known: Iterable[str]) -> str | None:
+    """Return the key that was probably meant: the same name in another group, or a similar one in this or a similar group."""
+    listed = {other: other.rpartition(".") for other in sorted(known)}
+    group, _, name = key.rpartition(".")
+    if same := [other for other, (_, _, its_name) in listed.items() if its_name == name]:
+        return difflib.get_close_matches(key, same, n=1, cutoff=0)[0]
+    groups = difflib.get_close_matches(group, {its_group for its_group, _, _ in listed.values()}, n=1)
+    names = {its_name: other for other, (its_group, _, its_name) in listed.items() if its_group in groups}
+    found = difflib.get_close_matches(name, names, n=1)
+    return names[found[0]] if found else None
 
 
 def check_section(group: str, keys: Collection[str], section: object) -> None:

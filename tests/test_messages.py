@@ -41,7 +41,7 @@ def refuse(*overrides):
         ("trianer.lr=1", "Did you mean optim.lr?"),
         ("trianer.zzz=1", "Did you mean trainer?"),
         ("modle=tiny", "Did you mean model?"),
-        ("checkpoint=defualt", "one of ['default', 'fresh', 'none']. Did you mean checkpoint=default?"),
+        ("checkpoint=defualt", "found 'defualt'; allowed: one of ['default', .*Did you mean checkpoint=default?"),
         ("checkpoint=null", "checkpoint: found None; .*checkpoint=none"),
         ("+model=hf", "write model=hf."),
         ("checkpoint.default_local_dir=~/ck", "=$HOME/ck, or \"checkpoint.default_local_dir='~/ck'\""),
@@ -108,6 +108,12 @@ def test_an_interpolation_to_nowhere_is_explained():
 
 def test_an_error_of_this_package_keeps_its_words():
     assert explain(ConfigError("a.b", 1, "2", "Write 2.")) == "ConfigError: a.b: found 1; allowed: 2. Write 2."
+
+
+def test_a_password_is_not_repeated():
+    line = refuse("checkpoint.default_hdfs_dir=hdfs://me:secret@nn/x=1")
+    assert "secret" not in line
+    assert "hdfs://***@nn/x=1" in line
 
 
 def test_what_is_not_known_keeps_hydras_words_on_one_line():

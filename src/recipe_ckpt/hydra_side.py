@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -45,19 +45,23 @@ SCHEMAS: dict[str, type] = {
 }
 
 
-def register_schemas() -> None:
-    """Put the dataclasses into Hydra's store, as `recipe_ckpt/<group>/<name>`. Calling it again changes nothing.
+LIBRARY = ("checkpoint",)
+"""The groups that other projects use, too; the rest is the recipe's."""
+
+
+def register_schemas(groups: Collection[str] | None = None) -> None:
+    """Put the dataclasses of all or some groups into Hydra's store, as `recipe_ckpt/<group>/<name>`; twice is fine.
 
     The resolvers: `recipe.launch:<name>` is one name for all ranks, `recipe.rank0:<value>` is null on the others.
     """
+    OmegaConf.register_new_resolver("recipe.launch", name_launch, replace=True)
+    OmegaConf.register_new_resolver("recipe.rank0", lambda value: None if find_rank() else value, replace=True)
     store = ConfigStore.instance()
-    if "recipe_ckpt" in store.repo:
-        return
-    OmegaConf.register_new_resolver("recipe.launch", name_launch)
-    OmegaConf.register_new_resolver("recipe.rank0", lambda value: None if find_rank() else value)
+    known = store.repo.get("recipe_ckpt", {})
     for place, schema in SCHEMAS.items():
         group, name = place.split("/")
-        store.store(group=f"recipe_ckpt/{group}", name=name, node=schema)
+        if (groups is None or group in groups) and f"{name}.yaml" not in known.get(group, {}):
+            store.store(group=f"recipe_ckpt/{group}", name=name, node=schema)
 
 
 def build_recipe(cfg: DictConfig) -> Recipe:

@@ -116,7 +116,9 @@ def _settle_root(value: object, launch_dir: str) -> str:
             "checkpoint.default_local_dir", value, "a directory", "To train without checkpoints, write checkpoint=none."
         )
     if "://" in path:
-        raise ConfigError("checkpoint.default_local_dir", value, "a local directory", "URLs belong to a mirror.")
+        raise ConfigError(
+            "checkpoint.default_local_dir", value, "a local directory", "A URL goes into checkpoint.default_hdfs_dir."
+        )
     return path
 
 

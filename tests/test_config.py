@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import sys
 from itertools import pairwise
+from pathlib import Path
 
+import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -17,10 +20,10 @@ from recipe_ckpt.validation import validate, validate_checkpoint
 CONF = os.path.join(os.path.dirname(__file__), "..", "conf")
 
 
-def compose_config(*overrides):
+def compose_config(*overrides, **options):
     register_schemas()
     with initialize_config_dir(os.path.abspath(CONF), version_base="1.3"):
-        return compose("config", list(overrides))
+        return compose("config", list(overrides), **options)
 
 
 def checkpoint(**values):
@@ -178,7 +181,7 @@ def test_no_frequency_means_the_end_only(freq):
     assert validate(sections)["trainer"].save_freq is None
 
 
-@pytest.mark.parametrize("place", list(SCHEMAS))
+@pytest.mark.parametrize("place", [place for place in SCHEMAS if place != "trainer/verl"])
 def test_yaml_says_what_the_dataclass_says(place):
     """Except for the length of the default run, which is an example's and not a default of the type."""
     group, option = place.split("/")
@@ -195,20 +198,81 @@ def test_yaml_says_what_the_dataclass_says(place):
 
 
 def list_options():
-    for group in sorted(os.listdir(CONF)):
-        if group not in ("hydra", "config.yaml"):
-            for name in sorted(os.listdir(os.path.join(CONF, group))):
-                yield group, name.removesuffix(".yaml")
+    """Every option of every group on the disk, as `group`, `option`."""
+    for path in sorted(Path(CONF).rglob("*.yaml")):
+        if path.parent != Path(CONF):
+            yield path.parent.relative_to(CONF).as_posix(), path.stem
 
 
-@pytest.mark.parametrize(("group", "option"), list(list_options()))
+def is_global(group, option):
+    return (Path(CONF) / group / f"{option}.yaml").read_text().startswith("# @package _global_")
+
+
+TYPED = [(group, option) for group, option in list_options() if "/" not in group and not is_global(group, option)]
+
+
+@pytest.mark.parametrize(("group", "option"), TYPED)
 def test_every_option_composes_typed_and_has_a_comment_for_every_key(group, option):
     node = compose_config(f"{group}={option}")[group]
     assert OmegaConf.get_type(node) in SCHEMAS.values()
-    with open(os.path.join(CONF, group, f"{option}.yaml")) as file:
-        lines = file.read().splitlines()
+    lines = (Path(CONF) / group / f"{option}.yaml").read_text().splitlines()
     for before, line in pairwise(lines):
         assert not line[:1].isalpha() or line.startswith("defaults:") or before.startswith("#"), line
+
+
+@hydra.main(version_base="1.3", config_path=os.path.abspath(CONF), config_name="config")
+def show(cfg):
+    raise AssertionError("--cfg starts nothing")
+
+
+@pytest.mark.parametrize(("group", "option"), list(list_options()))
+def test_what_cfg_prints_of_every_option_is_the_composed_config(group, option, monkeypatch, capsys):
+    chosen = compose_config(return_hydra_config=True).hydra.runtime.choices
+    override = f"{'' if group in chosen else '+'}{group}={option}"
+    composed = compose_config(override)
+    monkeypatch.setattr(sys, "argv", ["train.py", override, "--cfg", "job", "--resolve"])
+    show()
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert OmegaConf.to_container(printed) == OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    assert OmegaConf.merge(composed, printed) == composed
+
+
+VERL = {
+    "default_local_dir": "/data/a",
+    "default_hdfs_dir": "/mnt/mirror",
+    "max_ckpt_to_keep": 3,
+    "resume_mode": ResumeMode.resume_path,
+    "resume_from_path": "/data/b/global_step_8",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), list(VERL.items()))
+def test_verls_key_means_the_same_as_ours(key, value):
+    cfg = compose_config("+compat=verl", f"trainer.{key}={value}", "trainer.seed=7")
+    assert cfg.checkpoint[key] == value
+    assert (cfg.trainer.seed, cfg.trainer.total_training_steps) == (7, compose_config().trainer.total_training_steps)
+
+
+def test_verls_keys_change_nothing_as_long_as_they_are_not_set():
+    ours, verls = (OmegaConf.to_container(compose_config(*choice), resolve=True) for choice in ([], ["+compat=verl"]))
+    assert {key: verls["trainer"].pop(key) for key in VERL} == {key: ours["checkpoint"][key] for key in VERL}
+    assert verls == ours
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_ckpt_to_keep=0", "trainer.max_ckpt_to_keep: found 0; .*Write trainer.max_ckpt_to_keep=null"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_from_path: found None; .*write trainer.resume_mode=auto"),
+        ("trainer.resume_from_path=None", "trainer.resume_from_path: found 'None'"),
+        ("trainer.default_local_dir=hdfs://nn/a", "trainer.default_local_dir: .*goes into trainer.default_hdfs_dir"),
+        ("checkpoint.max_ckpt_to_keep=0", "checkpoint.max_ckpt_to_keep: found 0"),
+        ("checkpoint.save_contents=[model,hf]", "checkpoint.save_contents: found"),
+    ],
+)
+def test_an_error_names_verls_key_where_that_was_typed(override, message):
+    with pytest.raises(ConfigError, match=message):
+        build_recipe(compose_config("+compat=verl", override))
 
 
 KEYS = {
@@ -223,6 +287,7 @@ KEYS = {
     "launch=local": "deterministic nproc_per_node num_threads",
     "model=tiny": "attention_dropout dtype hidden_size num_heads num_layers",
     "model=hf": "dtype path",
+    "+compat=verl": "default_hdfs_dir default_local_dir max_ckpt_to_keep resume_from_path resume_mode",
     "data=arithmetic": "chat_template drop_last max_length max_number micro_batch_size_per_gpu num_workers prefetch_factor"
     " seed shuffle train_batch_size train_samples val_samples",
     "data=jsonl": "chat_template drop_last max_length messages_key micro_batch_size_per_gpu num_workers prefetch_factor"
@@ -232,7 +297,8 @@ KEYS = {
 
 @pytest.mark.parametrize(("choice", "keys"), list(KEYS.items()))
 def test_the_keys_are_these(choice, keys):
-    node = compose_config(choice)[choice.split("=")[0]]
+    cfg = compose_config(choice)
+    node = cfg[choice.split("=")[0]] if "+" not in choice else cfg.trainer.keys() - compose_config().trainer.keys()
     assert sorted(key for key in node if not key.startswith("_")) == sorted(keys.split())
 
 

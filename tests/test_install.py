@@ -30,11 +30,9 @@ def run(python, *arguments, cwd):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def build_wheel(folder):
-    built = run(
-        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, REPO),
-        cwd=folder,
-    )
+def build_wheel(folder, source=REPO):
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-w", folder]
+    built = run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=folder)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -65,8 +63,17 @@ def app(tmp_path):
     return tmp_path / "app.py"
 
 
-def test_the_wheel_has_the_library_groups_and_no_others(tmp_path):
-    with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
+def build_sdist(folder):
+    built = run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=REPO)
+    assert built.returncode == 0, built.stderr
+    (sdist,) = folder.glob("*.tar.gz")
+    return sdist
+
+
+@pytest.mark.parametrize("way", ["from the sources", "by an sdist"])
+def test_the_wheel_has_the_library_groups_and_no_others(way, tmp_path):
+    source = build_sdist(tmp_path) if way == "by an sdist" else REPO
+    with zipfile.ZipFile(build_wheel(tmp_path, source)) as wheel:
         names = {name for name in wheel.namelist() if ".yaml" in name or name.startswith("hydra_plugins")}
     library = {f"recipe_ckpt/conf/checkpoint/{path.name}" for path in (REPO / "conf" / "checkpoint").iterdir()}
     assert names == library | {f"hydra_plugins/recipe_ckpt_plugin/{name}.py" for name in ("__init__", "searchpath")}

@@ -22,30 +22,6 @@ def start(tmp_path, *arguments, python=(), without_cuda=False):
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_help_shows_every_group_and_key(tmp_path):
-    done = start(tmp_path, "--help")
-    groups = dict(re.findall(r"^(\w+): (.+)$", done.stdout.split("== Examples ==")[0], re.MULTILINE))
-    assert groups == {
-        "checkpoint": "default, fresh, hdfs, none",
-        "data": "arithmetic, jsonl",
-        "engine": "spmd",
-        "launch": "local",
-        "model": "hf, tiny",
-        "optim": "adamw",
-        "trainer": "default",
-    }
-    assert "resume_mode: auto" in done.stdout
-
-
-def test_showing_the_configuration_loads_no_torch(tmp_path):
-    done = start(tmp_path, "--cfg", "job", "--resolve", "-p", "checkpoint", python=["-X", "importtime"])
-    assert "default_local_dir: checkpoints/sft/test" in done.stdout
-    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "hydra" in loaded
-    assert not loaded & {"torch", "numpy", "transformers", "datasets", "fsspec"}
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.case("C106", "C1104", "C1107", "C807")
 @pytest.mark.parametrize(
     ("override", "message"),

@@ -141,6 +141,22 @@ class TrainerConfig:
 
 
 @dataclass
+class VerlTrainerConfig(TrainerConfig):
+    """`trainer.` with `+compat=verl`: the keys that stand under `checkpoint.` here and under `trainer.` in verl."""
+
+    default_local_dir: str = CheckpointConfig.default_local_dir
+    """As `checkpoint.default_local_dir`."""
+    default_hdfs_dir: str | None = None
+    """As `checkpoint.default_hdfs_dir`."""
+    max_ckpt_to_keep: int | None = None
+    """As `checkpoint.max_ckpt_to_keep`."""
+    resume_mode: ResumeMode = ResumeMode.auto
+    """As `checkpoint.resume_mode`."""
+    resume_from_path: str | None = None
+    """As `checkpoint.resume_from_path`."""
+
+
+@dataclass
 class OptimConfig:
     """`optim.`: AdamW, and the learning rate as a function of the step and these keys alone."""
 

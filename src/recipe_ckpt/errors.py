@@ -21,6 +21,8 @@ CheckpointError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class CheckpointError(Exception):
     """Base of every deliberate error; `step` and `path` say what it is about, where that is known.
@@ -42,6 +44,14 @@ class ConfigError(CheckpointError, ValueError):
     def __init__(self, key: str, found: object, allowed: str, remedy: str) -> None:
         super().__init__(f"{key}: found {found!r}; allowed: {allowed}. {remedy}")
         self.key = key
+        self._parts = (found, allowed, remedy)
+
+    def renamed(self, names: Mapping[str, str]) -> ConfigError:
+        """Return the same error with other names for its key and for those in its remedy."""
+        found, allowed, remedy = self._parts
+        for name, other in names.items():
+            remedy = remedy.replace(name, other)
+        return ConfigError(names.get(self.key, self.key), found, allowed, remedy)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

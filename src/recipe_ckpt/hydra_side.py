@@ -14,13 +14,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_method
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe_ckpt import config, layout, validation
 from recipe_ckpt.command_line import leave_errors_to_hydra
 from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
-from recipe_ckpt.messages import explain
+from recipe_ckpt.messages import explain, keys_as_typed
 from recipe_ckpt.rank_env import count_ranks, find_rank, name_launch
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _ROOT_KEYS = {
 SCHEMAS: dict[str, type] = {
     "checkpoint/schema": config.CheckpointConfig,
     "trainer/schema": config.TrainerConfig,
+    "trainer/verl": config.VerlTrainerConfig,
     "optim/schema": config.OptimConfig,
     "engine/schema": config.EngineConfig,
     "launch/schema": config.LaunchConfig,
@@ -61,7 +62,14 @@ def register_schemas(groups: Collection[str] | None = None) -> None:
     for place, schema in SCHEMAS.items():
         group, name = place.split("/")
         if (groups is None or group in groups) and f"{name}.yaml" not in known.get(group, {}):
-            store.store(group=f"recipe_ckpt/{group}", name=name, node=schema)
+            store.store(group=f"recipe_ckpt/{group}", name=name, node=_make_node(schema))
+
+
+def _make_node(schema: type) -> Any:
+    """Return what the store gets. A schema that comes on top of another's values leaves those as they are."""
+    if schema is config.VerlTrainerConfig:
+        return schema(**{item.name: MISSING for item in fields(config.TrainerConfig)})
+    return schema
 
 
 def build_recipe(cfg: DictConfig) -> Recipe:
@@ -74,8 +82,10 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
         validation.check_section(group, list(cfg[group]), sections[group])
     _require_own_roots(str(cfg.checkpoint.get("run_subdir")))
+    _require_heard_choice()
     world_size = count_ranks(sections["launch"].nproc_per_node)
-    settled = validation.validate(sections, world_size=world_size, launch_dir=_launch_dir())
+    with keys_as_typed(cfg):
+        settled = validation.validate(sections, world_size=world_size, launch_dir=_launch_dir())
 
     from recipe_ckpt.sft.recipe import Recipe  # torch starts to load here, after every check
 
@@ -114,6 +124,19 @@ def _require_own_roots(run_subdir: str) -> None:
 
 def _is_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _require_heard_choice() -> None:
+    """Refuse an option of `checkpoint` whose values `+compat=verl` would replace.
+
+    Raises:
+        ConfigError: the option and what to write.
+    """
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    option = choices.get("checkpoint")
+    if choices.get("compat") == "verl" and option not in ("default", "none"):
+        remedy = "Write what it says under trainer, for example trainer.resume_mode=disable for checkpoint=fresh."
+        raise ConfigError("checkpoint", option, "default or none, with +compat=verl", remedy)
 
 
 @contextmanager

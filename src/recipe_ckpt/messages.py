@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import EnumMeta
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -37,7 +38,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
         error
         if isinstance(error, ConfigError)
         else _explain_syntax(error)
-        or _explain_option(error)
+        or _explain_option(error, overrides)
         or _explain_key(error, cause)
         or _explain_value(error, cause)
         or _explain_default(str(error), overrides)
@@ -51,6 +52,23 @@ def quote(override: str) -> str:
     """Return an override as it has to be typed for a shell and Hydra's grammar to leave its value alone."""
     key, _, value = override.partition("=")
     return f"""'{key}="{value}"'""" if "'" in value or "$" in value else f"""\"{key}='{value}'\""""
+
+
+@contextmanager
+def keys_as_typed(cfg: DictConfig) -> Iterator[None]:
+    """Let a ConfigError about a key that only points to another one name that other: `${trainer.resume_mode}`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.renamed(_find_pointers(cfg, error.key.rpartition(".")[0])) from None
+
+
+def _find_pointers(cfg: DictConfig, group: str) -> dict[str, str]:
+    """Return for each key of a group that is nothing but another key's value the name of that one."""
+    node = cfg._get_node(group) if group in cfg else None
+    values: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
+    found = {f"{group}.{name}": re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for name, value in values.items()}
+    return {name: pointer[1] for name, pointer in found.items() if pointer}
 
 
 def _explain_syntax(error: Exception) -> ConfigError | None:
@@ -73,7 +91,7 @@ def _explain_syntax(error: Exception) -> ConfigError | None:
     return ConfigError(key, value, allowed, remedy)
 
 
-def _explain_option(error: Exception) -> ConfigError | None:
+def _explain_option(error: Exception, overrides: Sequence[str]) -> ConfigError | None:
     """Explain an option that its group doesn't have."""
     if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
         return None
@@ -82,7 +100,8 @@ def _explain_option(error: Exception) -> ConfigError | None:
         return ConfigError("--config-name", option, "a file of the config directory", "Leave it out, or correct it.")
     options = list(error.options or ())
     nearest = find_nearest(option, options)
-    remedy = f"Did you mean {group}={nearest}?" if nearest else f"Write {group}=OPTION with one of them."
+    typed = f"+{group}" if f"+{group}={option}" in overrides else group
+    remedy = f"Did you mean {typed}={nearest}?" if nearest else f"Write {typed}=OPTION with one of them."
     return ConfigError(group, option, f"one of {options}", remedy)
 
 

@@ -69,6 +69,12 @@ def test_a_quoted_override_reaches_hydra_as_one_text(override, quoted):
     assert quote(override) == quoted
 
 
+def test_the_values_of_a_sweep_are_quoted_one_by_one():
+    with pytest.raises(MENDABLE, match="mismatched input") as refused:
+        compose_config("checkpoint.run_subdir=a=1,a=2")
+    assert """ "checkpoint.run_subdir='a=1','a=2'", """ in explain(refused.value, ["-m"])
+
+
 @pytest.mark.parametrize(
     "value", ["x=1,y", "it", "~/ck", "(a", "a#b", "a&b;c", "[1", "{", "ö/é", "a b", "100%", "hdfs://nn:8020/x=1"]
 )

@@ -37,7 +37,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     known = (
         error
         if isinstance(error, ConfigError)
-        else _explain_syntax(error)
+        else _explain_syntax(error, overrides)
         or _explain_option(error, overrides)
         or _explain_key(error, cause)
         or _explain_value(error, cause)
@@ -48,10 +48,12 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
     return f"ConfigError: {_PASSWORD.sub('//***@', text)}"
 
 
-def quote(override: str) -> str:
-    """Return an override as it has to be typed for a shell and Hydra's grammar to leave its value alone."""
+def quote(override: str, *, is_sweep: bool = False) -> str:
+    """Return an override as it has to be typed for a shell and Hydra's grammar to leave its value, or values, alone."""
     key, _, value = override.partition("=")
-    return f"""'{key}="{value}"'""" if "'" in value or "$" in value else f"""\"{key}='{value}'\""""
+    outer, inner = ("'", '"') if "'" in value or "$" in value else ('"', "'")
+    values = value.split(",") if is_sweep else [value]
+    return f"{outer}{key}={','.join(f'{inner}{one}{inner}' for one in values)}{outer}"
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def _find_pointers(cfg: DictConfig, group: str) -> dict[str, str]:
     return {name: pointer[1] for name, pointer in found.items() if pointer}
 
 
-def _explain_syntax(error: Exception) -> ConfigError | None:
+def _explain_syntax(error: Exception, overrides: Sequence[str]) -> ConfigError | None:
     """Explain what the override grammar can't read, or reads as a sweep."""
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'$", str(error).partition("\n")[0])
     override = error.override if isinstance(error, OverrideParseException) else ambiguous and ambiguous[1]
@@ -82,12 +84,13 @@ def _explain_syntax(error: Exception) -> ConfigError | None:
         remedy = f"To sweep over them, add -m; for one text, write {quote(override)}; for a list, {key}=[{value}]."
         return ConfigError(key, value, "one value", remedy)
     if not equals:
-        return ConfigError(override, override, "key=value, or group=option", "python scripts/train.py --help shows both.")
+        return ConfigError(override, override, "key=value, or group=option", "--help shows both.")
+    quoted = quote(override, is_sweep=not {"-m", "--multirun"}.isdisjoint(overrides))
     allowed = "a value without = , ~ # & ; ( ) [ ] { } outside of quotes"
     if value.startswith("~"):
-        remedy = f"Write {key}=$HOME{value[1:]}, or {quote(override)}: the shell does not expand ~ after a =."
+        remedy = f"Write {key}=$HOME{value[1:]}, or {quoted}: the shell does not expand ~ after a =."
     else:
-        remedy = f"Write {quote(override)}, so that the inner quotes reach Hydra."
+        remedy = f"Write {quoted}, so that the inner quotes reach Hydra."
     return ConfigError(key, value, allowed, remedy)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import hydra
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe_ckpt import config
@@ -230,6 +231,7 @@ def test_what_cfg_prints_of_every_option_is_the_composed_config(group, option, m
     chosen = compose_config(return_hydra_config=True).hydra.runtime.choices
     override = f"{'' if group in chosen else '+'}{group}={option}"
     composed = compose_config(override)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # what --cfg sets ends with this test
     monkeypatch.setattr(sys, "argv", ["train.py", override, "--cfg", "job", "--resolve"])
     show()
     printed = OmegaConf.create(capsys.readouterr().out)

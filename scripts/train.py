@@ -9,6 +9,7 @@ from recipe_ckpt.command_line import run_main
 from recipe_ckpt.hydra_side import build_recipe, clean_exit, register_schemas
 from recipe_ckpt.job import job, relayed_signals
 from recipe_ckpt.launch import run_ranks
+from recipe_ckpt.sweeps import own_turn
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -18,7 +19,8 @@ def main(cfg: DictConfig) -> float | None:
 
         from recipe_ckpt.sft.loop import run  # here, so that --help and --cfg never wait for torch
 
-        metric: float | None = run_ranks(run, recipe)
+        with own_turn(cfg, recipe.root):
+            metric: float | None = run_ranks(run, recipe)
         return metric
 
 

@@ -18,6 +18,7 @@ LAYERS = {
     "manifest": 0,
     "retention": 0,
     "config": 0,
+    "drift": 0,
     "policies": 0,
     "validation": 0,
     "rank_env": 0,
@@ -57,14 +58,15 @@ LAYERS = {
     "hydra_side": 8,
     "job": 8,
     "launch": 8,
+    "sweeps": 8,
 }
 SEES_PORTS_ONLY = {"tensors": 1}
 """Layers that import nothing between these and themselves: an engine of another package may use them alone."""
 
 USERS = {
     "torch": ["coordination", "data_state", "handler", "tensors", "engines", "sft", "launch"],
-    "hydra": ["command_line", "help_text", "hydra_side", "job", "launch", "messages"],
-    "omegaconf": ["help_text", "hydra_side", "launch", "messages"],
+    "hydra": ["command_line", "help_text", "hydra_side", "job", "launch", "messages", "sweeps"],
+    "omegaconf": ["help_text", "hydra_side", "launch", "messages", "sweeps"],
     "yaml": ["messages"],
     "fsspec": ["remote_trees"],
     "hdfs_native": ["remote_trees"],

@@ -73,6 +73,7 @@ def checkpoint(**values):
         ({"overlap_staging": 1}, "checkpoint.overlap_staging: found 1; allowed: true or false"),
         ({"async_save": False, "overlap_staging": True}, "checkpoint.overlap_staging: found True; .*async_save=false"),
         ({"on_save_failure": "ignore"}, r"checkpoint.on_save_failure: .*\['raise', 'warn'\]"),
+        ({"on_config_drift": "error"}, r"checkpoint.on_config_drift: .*\['raise', 'warn', 'ignore'\]"),
         ({"on_data_mismatch": "warn"}, r"checkpoint.on_data_mismatch: .*\['raise', 'restart'\]"),
         ({"rank_timeout_secs": 0}, "checkpoint.rank_timeout_secs: found 0"),
         ({"resum_mode": "auto"}, r"checkpoint.resum_mode: .*Did you mean checkpoint.resume_mode\?"),
@@ -279,9 +280,9 @@ def test_an_error_names_verls_key_where_that_was_typed(override, message):
 
 KEYS = {
     "checkpoint=default": "async_save best_metric best_mode default_hdfs_dir default_local_dir exit_upload_wait_secs"
-    " keep_best keep_every load_contents max_ckpt_to_keep max_pending_uploads max_remote_ckpt_to_keep on_data_mismatch"
-    " on_save_failure on_upload_failure overlap_staging rank_timeout_secs resume_from_path resume_mode run_subdir"
-    " save_contents",
+    " keep_best keep_every load_contents max_ckpt_to_keep max_pending_uploads max_remote_ckpt_to_keep on_config_drift"
+    " on_data_mismatch on_save_failure on_upload_failure overlap_staging rank_timeout_secs resume_from_path resume_mode"
+    " run_subdir save_contents",
     "trainer=default": "audit_file device experiment_name log_freq logger project_name save_freq"
     " save_interval_mins seed test_freq total_epochs total_training_steps",
     "optim=adamw": "betas clip_grad eps lr lr_decay_steps lr_scheduler_type lr_warmup_steps weight_decay",

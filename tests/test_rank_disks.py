@@ -7,6 +7,7 @@ import pytest
 
 from recipe_ckpt.errors import RankError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.loading import Resumer
+from recipe_ckpt.policies import LoadPolicy
 from recipe_ckpt.resume import Request
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage
@@ -81,7 +82,7 @@ def test_root_on_the_ranks_own_disks_is_refused_naming_a_rank(place, stale):
         root = str(place / f"node{coordinator.rank}")
         session = RootSession(root, LocalStorage(), Request("auto", None, "launch-1", ())) if coordinator.rank == 0 else None
         try:
-            Resumer(coordinator, LocalStorage(), root, None, (), session, visible_within_secs=0.3).open()
+            Resumer(coordinator, LocalStorage(), root, None, LoadPolicy(), session, visible_within_secs=0.3).open()
         finally:
             if session:
                 session.close()

@@ -117,8 +117,8 @@ def test_a_missing_extra_is_told_with_the_pip_line(monkeypatch, module, model, d
     [
         (["trainer.device=cuda"], "ConfigError: trainer.device: found 'cuda'; allowed: auto or cpu"),
         (
-            ["-m", "optim.lr=1e-3,1e-4"],
-            r"ConfigError: checkpoint.run_subdir: found ''; .*'checkpoint.run_subdir=lr_\$\{optim.lr\}'",
+            ["-m", "optim.lr=1e-3,1e-4", "trainer.save_freq=5,10"],
+            r"ConfigError: trainer.save_freq: found '5,10'; .*'checkpoint.run_subdir=save_freq_\$\{trainer.save_freq\}'",
         ),
     ],
 )
@@ -130,12 +130,21 @@ def test_what_this_machine_or_a_sweep_can_not_do_ends_with_one_clear_message(tmp
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_sweep_whose_jobs_have_roots_of_their_own_trains_each(tmp_path):
+def test_jobs_that_are_one_experiment_run_one_after_the_other_and_their_config_starts_the_run_again(tmp_path):
     short = [*SMALL, "trainer.total_training_steps=2", "trainer.logger=[]", "data.train_samples=32", "data.val_samples=0"]
-    done = start(tmp_path, "-m", *short, "optim.lr=1e-3,1e-4", "checkpoint.run_subdir=lr_${optim.lr}")
-    assert done.returncode == 0, done.stderr
-    root = tmp_path / "checkpoints" / "sft" / "test"
-    assert [(root / job / "global_step_2").is_dir() for job in ("lr_0.001", "lr_0.0001")] == [True, True]
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = start(tmp_path, "sweep=lr_seed", *launcher, *short, "optim.lr=1e-3,0.001", "trainer.seed=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("This run is finished: step 2 of 2") == 1
+    (root,) = (tmp_path / "checkpoints" / "sft" / "test" / "sweep").iterdir()
+    assert {path.name for path in (tmp_path / "multirun").glob("*/*/[01]/*")} == {root.name}
+    saved = ["--config-path", str(root / "global_step_2"), "--config-name", "config"]
+    again = start(tmp_path, *saved)
+    assert f"resumed step 2 from {root}" in again.stdout
+    assert "This run is finished" in again.stdout
+    wrong = start(tmp_path, *saved, "checkpoint.resume_mode=zzz")
+    assert "Invalid value 'zzz', expected one of [auto, disable, resume_path]" in wrong.stderr
+    assert {"git", "torch"} <= set(json.loads((root / "global_step_2" / "manifest.json").read_text())["versions"])
 
 
 @pytest.mark.case("C1101", "C1103")

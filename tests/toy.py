@@ -38,6 +38,7 @@ from recipe_ckpt.sft.loop import Run, open_run, train
 from recipe_ckpt.sft.recipe import Recipe
 from recipe_ckpt.sft.sampler import SampleKey, derive_seed
 from recipe_ckpt.storage import LocalStorage
+from recipe_ckpt.sweeps import own_turn
 
 CONF = str(Path(__file__).parents[1] / "conf")
 VOCAB = 24
@@ -197,7 +198,9 @@ def train_ranks(recipe: Recipe, faults: dict[str, int | None]) -> float | None:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="toy")
 def main(cfg):
     with clean_exit(), job():
-        return run_ranks(train_ranks, build_recipe(cfg), dict(cfg.toy))
+        recipe = build_recipe(cfg)
+        with own_turn(cfg, recipe.root):
+            return run_ranks(train_ranks, recipe, dict(cfg.toy))
 
 
 if __name__ == "__main__":

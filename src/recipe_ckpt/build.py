@@ -44,7 +44,7 @@ def build_handler(
         save_policy=SavePolicy(
             settled["save_contents"], settled["on_save_failure"], settled["async_save"], settled["overlap_staging"]
         ),
-        load_policy=LoadPolicy(settled["load_contents"], settled["on_data_mismatch"]),
+        load_policy=LoadPolicy(settled["load_contents"], settled["on_data_mismatch"], settled["on_config_drift"]),
         mirror_policy=MirrorPolicy(
             settled["on_upload_failure"],
             settled["max_remote_ckpt_to_keep"],

@@ -17,6 +17,7 @@ class ResumeMode(StrEnum):
 FailurePolicy = StrEnum("FailurePolicy", ["raise", "warn"])
 UploadFailurePolicy = StrEnum("UploadFailurePolicy", ["raise", "warn", "ignore"])
 MismatchPolicy = StrEnum("MismatchPolicy", ["raise", "restart"])
+DriftPolicy = StrEnum("DriftPolicy", ["raise", "warn", "ignore"])
 
 
 class BestMode(StrEnum):
@@ -48,6 +49,9 @@ class Dtype(StrEnum):
 
 CONTENTS = ("model", "optimizer", "extra")
 LOGGERS = ("console", "tensorboard")
+METRICS = ("val/loss", "train/loss")
+RUN_SUBDIR = "${recipe.run_subdir:}"
+"""Empty, but in a job of a sweep its own name; `recipe_ckpt.sweeps` has the resolver."""
 DATA_EXTENSIONS = (".jsonl", ".json", ".parquet")
 
 
@@ -76,8 +80,8 @@ class CheckpointConfig:
     """auto: the newest good checkpoint, or a fresh start; disable: a fresh start; resume_path: exactly `resume_from_path`."""
     resume_from_path: str | None = None
     """A `global_step_<N>` directory, or a run's root; here, or by its URL."""
-    run_subdir: str = ""
-    """Appended to the root and to the mirror: a part of one experiment, like a job of a sweep."""
+    run_subdir: str = RUN_SUBDIR
+    """Appended to the root and to the mirror. By default `sweep/<what makes this job>` in a sweep, and nothing else."""
     save_contents: list[str] = field(default_factory=lambda: list(CONTENTS))
     """Of model, optimizer, extra (progress, RNG, data position)."""
     load_contents: list[str] | None = None
@@ -106,6 +110,8 @@ class CheckpointConfig:
     """How long the end of a run waits for uploads; the next start sends what is missing."""
     on_data_mismatch: MismatchPolicy = MismatchPolicy["raise"]
     """When the data set is not the one of the checkpoint. raise: stop; restart: start the epoch over."""
+    on_config_drift: DriftPolicy = DriftPolicy["warn"]
+    """When the configuration is not the one of the checkpoint. raise: stop; warn: list it, and from which step it holds."""
     rank_timeout_secs: int = 600
     """How long the ranks wait for a silent one at a save or load before they stop and name it."""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from recipe_ckpt import data_state, layout
 from recipe_ckpt.captured import Captured, join_folder
+from recipe_ckpt.drift import Change, list_changes
 from recipe_ckpt.engines.base import Engine, SnapshotEngine, StagingEngine
 from recipe_ckpt.errors import ConfigError, DamagedCheckpointError
 from recipe_ckpt.manifest import BlockDigester, FileEntry, FileTable, decode_json, encode_json, to_plain
@@ -47,6 +48,11 @@ class RunContents:
     @property
     def _first(self) -> Engine:
         return next(iter(self.engines.values()))
+
+    @property
+    def restores_itself(self) -> bool:
+        """Whether an engine reads its own format, and with it whatever of its optimizer that holds."""
+        return not all(isinstance(engine, SnapshotEngine) for engine in self.engines.values())
 
     @property
     def dp_size(self) -> int:
@@ -118,6 +124,21 @@ class RunContents:
         return files
 
     # --- restoring
+
+    def compare_config(self, directory: str, table: FileTable | None) -> list[Change] | None:
+        """List what differs between a checkpoint's configuration and this run's; None if the checkpoint does not have its.
+
+        Raises:
+            DamagedCheckpointError: the file is not what was written.
+        """
+        current = self.documents.get(layout.RESOLVED_CONFIG)
+        if current is None:
+            return []
+        entry = table.find(layout.RESOLVED_CONFIG) if table else None
+        if entry is None:
+            return None
+        saved = decode_json(read_checked(directory, entry), os.path.join(directory, entry.path))
+        return list_changes(saved, decode_json(current.encode(), layout.RESOLVED_CONFIG))
 
     def check_foreign(self, directory: str, table: FileTable | None) -> None:
         """Check this rank's share of the files that engines with their own format will read.

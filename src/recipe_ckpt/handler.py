@@ -91,6 +91,7 @@ class CheckpointHandler:
                 "load_contents": list(self._load_policy.contents),
                 "on_save_failure": self._save_policy.on_failure,
                 "on_data_mismatch": self._load_policy.on_data_mismatch,
+                "on_config_drift": self._load_policy.on_config_drift,
                 "on_upload_failure": self._mirror_policy.on_failure,
                 "max_remote_ckpt_to_keep": self._mirror_policy.max_to_keep,
                 "max_pending_uploads": self._mirror_policy.max_pending,
@@ -148,9 +149,7 @@ class CheckpointHandler:
             raise RuntimeError("load_checkpoint() was called before: a handler resumes once")
         if self._coordinator.rank == 0:
             self._session = self._open_session()
-        resumer = Resumer(
-            self._coordinator, self._storage, self.root, self._contents, self._load_policy.contents, self._session
-        )
+        resumer = Resumer(self._coordinator, self._storage, self.root, self._contents, self._load_policy, self._session)
         token = resumer.open()
         self.resume_point, archived = resumer.resume()
         self._saver = Saver(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -17,7 +19,7 @@ from hydra.utils import get_method
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe_ckpt import config, layout, validation
+from recipe_ckpt import config, layout, sweeps, validation
 from recipe_ckpt.command_line import leave_errors_to_hydra
 from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
 from recipe_ckpt.messages import explain, keys_as_typed
@@ -26,12 +28,6 @@ from recipe_ckpt.rank_env import count_ranks, find_rank, name_launch
 if TYPE_CHECKING:
     from recipe_ckpt.sft.recipe import Recipe
 
-_ROOT_KEYS = {
-    "checkpoint.default_local_dir",
-    "checkpoint.run_subdir",
-    "trainer.experiment_name",
-    "trainer.project_name",
-}
 SCHEMAS: dict[str, type] = {
     "checkpoint/schema": config.CheckpointConfig,
     "trainer/schema": config.TrainerConfig,
@@ -53,10 +49,12 @@ LIBRARY = ("checkpoint",)
 def register_schemas(groups: Collection[str] | None = None) -> None:
     """Put the dataclasses of all or some groups into Hydra's store, as `recipe_ckpt/<group>/<name>`; twice is fine.
 
-    The resolvers: `recipe.launch:<name>` is one name for all ranks, `recipe.rank0:<value>` is null on the others.
+    The resolvers: `recipe.launch:<name>` is one name for all ranks, `recipe.rank0:<value>` is null on the others;
+    `recipe_ckpt.sweeps` has those that name a sweep's jobs.
     """
     OmegaConf.register_new_resolver("recipe.launch", name_launch, replace=True)
     OmegaConf.register_new_resolver("recipe.rank0", lambda value: None if find_rank() else value, replace=True)
+    sweeps.register_resolvers()
     store = ConfigStore.instance()
     known = store.repo.get("recipe_ckpt", {})
     for place, schema in SCHEMAS.items():
@@ -81,7 +79,6 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     sections: dict[str, Any] = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     for group in ("checkpoint", "trainer", "optim", "engine", "launch", "model", "data"):
         validation.check_section(group, list(cfg[group]), sections[group])
-    _require_own_roots(str(cfg.checkpoint.get("run_subdir")))
     _require_heard_choice()
     world_size = count_ranks(sections["launch"].nproc_per_node)
     with keys_as_typed(cfg):
@@ -100,26 +97,13 @@ def build_recipe(cfg: DictConfig) -> Recipe:
         build_model=_build_part(settled["model"]),
         build_data=_build_part(settled["data"], leave_out={item.name for item in fields(config.DataConfig)}),
         build_handler=partial(get_method(cfg.checkpoint._target_), **checkpoint),
-        documents={layout.CONFIG: _describe(cfg), layout.OVERRIDES: _list_overrides()},
+        documents={
+            layout.CONFIG: _describe(cfg),
+            layout.RESOLVED_CONFIG: _resolve(cfg),
+            layout.OVERRIDES: _list_overrides(),
+        },
+        optimized_metric=cfg.get("optimized_metric"),
     )
-
-
-def _require_own_roots(run_subdir: str) -> None:
-    """Refuse a sweep whose jobs would all train one run.
-
-    Raises:
-        ConfigError: nothing that is part of the root was overridden.
-    """
-    if not _is_sweep():
-        return
-    keys = {override.partition("=")[0].lstrip("+") for override in HydraConfig.get().overrides.task}
-    if HydraConfig.get().runtime.choices["checkpoint"] != "none" and not keys & _ROOT_KEYS:
-        raise ConfigError(
-            "checkpoint.run_subdir",
-            run_subdir,
-            "in a sweep, a path that differs for each job",
-            "Write for example 'checkpoint.run_subdir=lr_${optim.lr}': jobs with one root would continue each other's run.",
-        )
 
 
 def _is_sweep() -> bool:
@@ -170,7 +154,14 @@ def _describe(cfg: DictConfig) -> str:
     places = {schema: place for place, schema in SCHEMAS.items()}
     kinds = {str(group): OmegaConf.get_type(cfg[group]) for group in cfg}
     known = [f"/recipe_ckpt/{places[kind]}@{group}" for group, kind in kinds.items() if kind in places]
-    return OmegaConf.to_yaml({"defaults": [*known, "_self_"]}) + OmegaConf.to_yaml(cfg)
+    settled = copy.deepcopy(cfg)
+    settled.checkpoint.run_subdir = cfg.checkpoint.run_subdir  # a job of a sweep is this run also outside of it
+    return OmegaConf.to_yaml({"defaults": [*known, "_self_"]}) + OmegaConf.to_yaml(settled)
+
+
+def _resolve(cfg: DictConfig) -> str:
+    """Return the config's values as JSON, by which a later run tells what it does differently."""
+    return json.dumps(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), indent=1, default=str)
 
 
 def _list_overrides() -> str:

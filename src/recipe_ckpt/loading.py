@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -12,13 +13,16 @@ from typing import Any
 from recipe_ckpt import layout
 from recipe_ckpt.contents import RunContents
 from recipe_ckpt.coordination import Coordinator
+from recipe_ckpt.drift import Change, describe_changes, require_resumable
 from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.manifest import FileTable, decode_json
-from recipe_ckpt.policies import ResumePoint
+from recipe_ckpt.policies import LoadPolicy, ResumePoint
 from recipe_ckpt.resume import Candidate
 from recipe_ckpt.session import BUSY, RootSession
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.survey import Commit, read_commit, read_files
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECS = 5.0
 
@@ -32,7 +36,7 @@ class Resumer:
         storage: Storage,
         root: str,
         contents: RunContents,
-        load_contents: Sequence[str],
+        policy: LoadPolicy,
         session: RootSession | None,
         *,
         visible_within_secs: float = 60.0,  # longer than a network file system's attribute cache
@@ -41,7 +45,7 @@ class Resumer:
         self._storage = storage
         self._root = root
         self._contents = contents
-        self._load_contents = load_contents
+        self._policy = policy
         self._session = session
         self._visible_within_secs = visible_within_secs
 
@@ -57,7 +61,9 @@ class Resumer:
         Collective. Raises: what `CheckpointHandler.load_checkpoint` does.
         """
         while (candidate := self._next_candidate()) is not None:
-            damage = self._restore(candidate)
+            changes, damage = self._compare_config(candidate)
+            if damage is None:
+                damage = self._restore(candidate)
             if damage is None:
                 break
             self._refuse(candidate, damage)
@@ -66,7 +72,7 @@ class Resumer:
         archived = self._coordinator.lead(lambda: self._leader().start_from(candidate))
         if candidate is None:
             return None, archived
-        return ResumePoint(candidate.step, candidate.path, candidate.reason, metrics), archived
+        return ResumePoint(candidate.step, candidate.path, candidate.reason, metrics, changes), archived
 
     def _open_root(self) -> str:
         self._leader().open()
@@ -111,6 +117,31 @@ class Resumer:
     def _refuse(self, candidate: Candidate, damage: str) -> None:
         self._coordinator.lead(lambda: self._leader().refuse(candidate, damage))
 
+    def _compare_config(self, candidate: Candidate) -> tuple[list[Change], str | None]:
+        """Tell how this run's configuration differs from the candidate's; return that, or what is damaged.
+
+        Raises:
+            ConfigError: it may not be resumed with this configuration; on all ranks.
+        """
+        found = self._coordinator.lead(lambda: self._read_changes(candidate))
+        changes = [Change(**change) for change in found["changes"]]
+        require_resumable(changes, self._policy.on_config_drift, candidate.step, candidate.path)
+        return [] if self._policy.on_config_drift == "ignore" else changes, found["damage"]
+
+    def _read_changes(self, candidate: Candidate) -> dict[str, Any]:
+        step, path = candidate.step, candidate.path
+        try:
+            table = read_files(self._storage, read_commit(self._storage, path)) if candidate.digest else None
+            changes = self._contents.compare_config(path, table)
+        except (DamagedCheckpointError, OSError) as error:
+            return {"changes": [], "damage": str(error)}
+        if changes is None:
+            logger.info("%s: holds no %s, so what differs from its configuration can't be told", path, layout.RESOLVED_CONFIG)
+        elif changes and self._policy.on_config_drift == "warn":
+            text = describe_changes(changes, step, path, may_be_restored=self._contents.restores_itself)
+            logger.warning("%s", text)
+        return {"changes": [asdict(change) for change in changes or ()], "damage": None}
+
     def _restore(self, candidate: Candidate) -> str | None:
         """Restore on every rank; return what is damaged, the same on all, or None. Other failures raise."""
         together = self._coordinator.together
@@ -128,7 +159,7 @@ class Resumer:
                 self._contents.check_foreign(candidate.path, table)
             else:
                 geometry = commit.manifest.data if commit else None
-                self._contents.restore(candidate.path, table, candidate.step, self._load_contents, geometry)
+                self._contents.restore(candidate.path, table, candidate.step, self._policy.contents, geometry)
         except (DamagedCheckpointError, OSError) as error:
             if isinstance(error, FileNotFoundError) and commit is not None:
                 self._refuse_other_world(commit, error)

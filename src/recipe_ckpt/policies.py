@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recipe_ckpt.config import CONTENTS
+from recipe_ckpt.drift import Change
 
 
 class OrchestrationMode(enum.Enum):
@@ -33,10 +34,15 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """What a resume restores, and what follows if the data set is another one: `raise` or `restart` the epoch."""
+    """What a resume restores, and what follows if the data set or the configuration is another one.
+
+    `on_data_mismatch` is `raise` or `restart` (the epoch). `on_config_drift` is `raise`, `warn` or `ignore`; compared is the
+    document `config_resolved.json`, where checkpoint and run have one.
+    """
 
     contents: Sequence[str] = CONTENTS
     on_data_mismatch: str = "raise"
+    on_config_drift: str = "warn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,10 @@ class MirrorPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where this run started from; `metrics` are those of its save."""
+    """Where this run started from; `metrics` are those of its save, `changes` what differs from its configuration."""
 
     step: int
     path: str
     reason: str
     metrics: Mapping[str, float]
+    changes: Sequence[Change] = ()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.metadata
 import logging
+import os
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -282,4 +286,25 @@ def _list_versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if revision := _find_git_revision():
+        versions["git"] = revision
     return versions
+
+
+@functools.cache
+def _find_git_revision() -> str | None:
+    """Return the commit of the code that runs, with `-dirty` if its files were changed; None if that is unknown.
+
+    Asked are the started script, the working directory, and this package, as far as they are not the interpreter's own.
+    """
+    main = getattr(sys.modules["__main__"], "__file__", None) or sys.prefix
+    folders = [os.path.dirname(os.path.abspath(main)), os.getcwd(), os.path.dirname(__file__)]
+    return next(filter(None, (_describe_revision(it) for it in folders if not it.startswith(sys.prefix))), None)
+
+
+def _describe_revision(folder: str) -> str | None:
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -19,10 +19,13 @@ from recipe_ckpt.config import (
     CONTENTS,
     DATA_EXTENSIONS,
     LOGGERS,
+    METRICS,
+    RUN_SUBDIR,
     ArithmeticDataConfig,
     BestMode,
     CheckpointConfig,
     DataConfig,
+    DriftPolicy,
     FailurePolicy,
     HfModelConfig,
     JsonlDataConfig,
@@ -63,6 +66,7 @@ def validate(sections: Mapping[str, Any], *, world_size: int = 1, launch_dir: st
     for group, section in sections.items():
         _check_nulls(group, section)
     settled["trainer"] = _settle_trainer(sections["trainer"], launch_dir)
+    _check_metric(sections.get("optimized_metric"))
     _check_optim(sections["optim"])
     _check_int("launch.nproc_per_node", sections["launch"].nproc_per_node, nullable=True)
     _check_int("launch.num_threads", sections["launch"].num_threads, nullable=True)
@@ -103,10 +107,18 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
         "max_pending_uploads": _check_int("checkpoint.max_pending_uploads", found["max_pending_uploads"]),
         "exit_upload_wait_secs": _check_float("checkpoint.exit_upload_wait_secs", found["exit_upload_wait_secs"], at_least=0),
         "on_data_mismatch": _choose(MismatchPolicy, "checkpoint.on_data_mismatch", found["on_data_mismatch"]),
+        "on_config_drift": _choose(DriftPolicy, "checkpoint.on_config_drift", found["on_config_drift"]),
         "rank_timeout_secs": _check_int("checkpoint.rank_timeout_secs", found["rank_timeout_secs"]),
         **_settle_resume(found["resume_mode"], found["resume_from_path"], launch_dir),
         **_settle_contents(found["save_contents"], found["load_contents"]),
     }
+
+
+def _check_metric(value: object) -> None:
+    if value is not None and value not in METRICS:
+        raise ConfigError(
+            "optimized_metric", value, f"one of {list(METRICS)}, or null", "null takes the first that there is."
+        )
 
 
 def _settle_root(value: object, launch_dir: str) -> str:
@@ -123,6 +135,8 @@ def _settle_root(value: object, launch_dir: str) -> str:
 
 
 def _settle_subdir(value: object) -> str:
+    if value == RUN_SUBDIR:  # nobody has resolved it: outside of Hydra there is no sweep
+        return ""
     if not isinstance(value, str) or os.path.isabs(value) or ".." in value.split("/"):
         raise ConfigError("checkpoint.run_subdir", value, "a relative path below the root, or empty", "Leave it empty.")
     return value.strip("/")

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe_ckpt import preemption
-from recipe_ckpt.config import TrainerConfig
+from recipe_ckpt.config import METRICS, TrainerConfig
+from recipe_ckpt.drift import refuse_finished
 from recipe_ckpt.engines.spmd import SpmdEngine, join_ranks
+from recipe_ckpt.errors import ConfigError
 from recipe_ckpt.preemption import StopRequest
 from recipe_ckpt.sft.data import IGNORED, MicroBatch, TrainingData
 from recipe_ckpt.sft.recipe import (
@@ -87,15 +89,29 @@ class Run:
 
     @property
     def metric(self) -> float | None:
-        return self.metrics.get("val/loss", self.metrics.get("train/loss"))
+        """What `optimized_metric` names, or the first that there is."""
+        return next((self.metrics[name] for name in self.wanted_metrics if name in self.metrics), None)
+
+    @property
+    def wanted_metrics(self) -> tuple[str, ...]:
+        wanted = self.recipe.optimized_metric
+        return METRICS if wanted is None else (wanted,)
 
 
 def run(recipe: Recipe) -> float | None:
-    """Train from where the checkpoint root is to the last step, and return the final loss: validation's, if there is any."""
+    """Train from where the checkpoint root is to the last step, and return the final loss: validation's, if there is any.
+
+    A finished run returns the loss that it was saved with.
+
+    Raises:
+        ConfigError: the run is finished, and this configuration would have trained another one.
+    """
     with preemption.watch() as stop, open_run(recipe) as current:
         if current.step >= current.total_steps:
             if current.rank == 0:
                 log.info("This run is finished: step %d of %d. Nothing is trained.", current.step, current.total_steps)
+            refuse_finished(current.handler.resume_point.changes, current.step)
+            measure_finished(current, stop)
             return current.metric
         for _ in train(current, stop):
             pass
@@ -114,6 +130,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
         seed_everything(recipe.trainer.seed)  # the same weights on every rank
         model, tokenizer = recipe.build_model()
         data = recipe.build_data(tokenizer)
+        require_metric(recipe, data)
         schedule = LrSchedule(recipe.optim)
         engine = build_engine(recipe, model, schedule, device)
         seed_everything(derive_seed(recipe.trainer.seed, engine.get_data_parallel_rank()))  # each rank its own dropout
@@ -250,6 +267,27 @@ def compute_loss_sum(model: nn.Module, micro: MicroBatch, device: str) -> torch.
     input_ids, labels = micro["input_ids"].to(device), micro["labels"].to(device)
     logits = model(input_ids=input_ids, attention_mask=micro["attention_mask"].to(device)).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def require_metric(recipe: Recipe, data: TrainingData) -> None:
+    """Refuse to return a validation loss that there won't be.
+
+    Raises:
+        ConfigError: there is no validation data.
+    """
+    if recipe.optimized_metric == "val/loss" and data.val is None:
+        raise ConfigError("optimized_metric", "val/loss", "train/loss", "There is no validation data to have a loss on.")
+
+
+def measure_finished(run: Run, stop: StopRequest) -> None:
+    """Evaluate a finished run whose last save has no validation loss: a signal came instead, or it is a foreign one."""
+    if run.wanted_metrics[0] in run.metrics:
+        return
+    loss = evaluate(run, Wishes(stop, None, run.device))
+    if stop.is_set:
+        stop.leave()
+    if loss is not None:
+        run.metrics["val/loss"] = loss
 
 
 def is_due(step: int, freq: int | None, total_steps: int) -> bool:

@@ -42,6 +42,7 @@ class Recipe:
     build_data: Callable[[Any], TrainingData]
     build_handler: Callable[..., Any]
     documents: Mapping[str, str]
+    optimized_metric: str | None = None
 
 
 def build_engine(recipe: Recipe, model: nn.Module, schedule: LrSchedule, device: str) -> SpmdEngine:

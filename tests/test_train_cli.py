@@ -143,7 +143,7 @@ def test_jobs_that_are_one_experiment_run_one_after_the_other_and_their_config_s
     assert f"resumed step 2 from {root}" in again.stdout
     assert "This run is finished" in again.stdout
     wrong = start(tmp_path, *saved, "checkpoint.resume_mode=zzz")
-    assert "Invalid value 'zzz', expected one of [auto, disable, resume_path]" in wrong.stderr
+    assert "checkpoint.resume_mode: found 'zzz'; allowed: one of ['auto', 'disable', 'resume_path']" in wrong.stderr
     assert {"git", "torch"} <= set(json.loads((root / "global_step_2" / "manifest.json").read_text())["versions"])
 
 

@@ -89,11 +89,12 @@ def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = N
     _check_known("checkpoint", values, defaults)
     found = {**defaults, **values}
     launch_dir = launch_dir or os.getcwd()
+    root = _settle_root(found["default_local_dir"], launch_dir)
     return {
         **found,
-        "default_local_dir": _settle_root(found["default_local_dir"], launch_dir),
+        "default_local_dir": root,
         "run_subdir": _settle_subdir(found["run_subdir"]),
-        "default_hdfs_dir": _settle_mirror(found["default_hdfs_dir"], launch_dir),
+        "default_hdfs_dir": _settle_mirror(found["default_hdfs_dir"], root, launch_dir),
         "max_ckpt_to_keep": _check_int("checkpoint.max_ckpt_to_keep", found["max_ckpt_to_keep"], nullable=True),
         "keep_every": _check_int("checkpoint.keep_every", found["keep_every"], nullable=True),
         "keep_best": _check_int("checkpoint.keep_best", found["keep_best"], nullable=True),
@@ -181,9 +182,21 @@ def _settle_contents(save: object, load: object) -> dict[str, list[str]]:
     return {"save_contents": saved, "load_contents": loaded}
 
 
-def _settle_mirror(value: object, launch_dir: str) -> str | None:
-    url = _settle_path("checkpoint.default_hdfs_dir", value, launch_dir)
-    return None if url is None else check_remote_url("checkpoint.default_hdfs_dir", url)
+def _settle_mirror(value: object, root: str, launch_dir: str) -> str | None:
+    key = "checkpoint.default_hdfs_dir"
+    given = _settle_path(key, value, launch_dir)
+    if given is None:
+        return None
+    url = check_remote_url(key, given)
+    here, there = os.path.realpath(root), os.path.realpath(url)
+    if "://" not in url and os.path.commonpath([here, there]) in (here, there):
+        raise ConfigError(
+            key,
+            url,
+            f"a directory outside of checkpoint.default_local_dir ({root}), and not around it",
+            "Choose another one.",
+        )
+    return url
 
 
 def check_remote_url(key: str, url: str) -> str:

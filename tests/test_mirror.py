@@ -212,7 +212,7 @@ def test_a_refusal_stops_the_run_if_it_is_told_to(root, mirror, caplog):
         run.save(2)
         wait_until(lambda: "quota is used up" in caplog.text)
         run.save(4)
-    assert list_steps(root) == [2]
+    assert list_steps(root) == [2, 4]
 
 
 @pytest.mark.parametrize(("policy", "is_told"), [("warn", True), ("ignore", False)])

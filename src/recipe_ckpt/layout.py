@@ -112,8 +112,8 @@ def find_foreign_problem(names: Iterable[str]) -> str | None:
     verl's FSDP engine writes one `model_world_size_<W>_rank_<r>.pt` a rank, and `fsdp_config.json` by rank 0.
     """
     present = set(names)
-    if TENSOR_INDEX in present:
-        return f"it has {TENSOR_INDEX} but no {MANIFEST}: a save that was cut short"
+    if own := sorted(present & {FILE_TABLE, TENSOR_INDEX}):
+        return f"it has {own[0]} but no {MANIFEST}: a save that was cut short, or its upload"
     shards = [match for name in present if (match := _VERL_MODEL_SHARD.fullmatch(name))]
     if not shards:
         return f"it has no {MANIFEST}, and no model_world_size_*_rank_*.pt of verl either"

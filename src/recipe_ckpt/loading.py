@@ -24,7 +24,7 @@ from recipe_ckpt.survey import Commit, read_commit, read_files
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECS = 5.0
+_POLL_SECS = 0.5  # less than ranks wait for each other
 
 
 class Resumer:

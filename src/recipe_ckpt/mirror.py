@@ -20,13 +20,23 @@ from recipe_ckpt.errors import (
     DamagedCheckpointError,
     LineageError,
     RemoteError,
+    RemoteRefusedError,
 )
-from recipe_ckpt.manifest import BranchEntry, FileEntry, FileTable, RunRecord, digest_manifest, is_in_ranges
+from recipe_ckpt.manifest import (
+    BranchEntry,
+    FileEntry,
+    FileTable,
+    Manifest,
+    RunRecord,
+    digest_bytes,
+    digest_manifest,
+    is_in_ranges,
+)
 from recipe_ckpt.remote import OnBytes, Remote
 from recipe_ckpt.retention import Retention, choose_deletions
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import LEFT_BEHIND, Origin, rate
-from recipe_ckpt.survey import Commit, Survey, list_steps, read_commit, select_ancestors, survey
+from recipe_ckpt.survey import Commit, Survey, find_damage, list_steps, read_commit, select_ancestors, survey
 from recipe_ckpt.transfer import run_parallel
 
 logger = logging.getLogger(__name__)
@@ -70,13 +80,20 @@ class Mirror:
 
         Raises:
             StepGoneError: the step on the disk is not this one any more.
+            DamagedCheckpointError: the step on the disk is not what was saved.
             LineageError: another run's work, or newer work of this one, lies there.
         """
-        directory = os.path.join(self._root, layout.build_step_name(entry.step))
+        name = layout.build_step_name(entry.step)
+        directory = os.path.join(self._root, name)
         try:
             manifest, table = self._read_step(directory, entry)
+            if damage := find_damage(self._storage, directory, FileTable.decode(table, directory).entries, read_all=False):
+                self._read_step(directory, entry)
+                raise DamagedCheckpointError(f"{directory}/{damage}", step=entry.step, path=directory)
             require_own(self._read_record(), claim, self.url)
             sent_bytes = self._send_files(directory, manifest, table, claim, on_bytes)
+            self._read_step(directory, entry)  # saved again meanwhile, what was sent may be of both
+            self.remote.write(f"{name}/{layout.MANIFEST}", manifest)
         except FileNotFoundError as error:
             raise StepGoneError(directory) from error
         self._publish(entry, claim)
@@ -86,7 +103,10 @@ class Mirror:
         manifest = self._storage.read(os.path.join(directory, layout.MANIFEST))
         if digest_manifest(manifest) != entry.digest:
             raise StepGoneError(directory)
-        return manifest, self._storage.read(os.path.join(directory, layout.FILE_TABLE))
+        table = self._storage.read(path := os.path.join(directory, layout.FILE_TABLE))
+        if digest_bytes(table).hex() != Manifest.decode(manifest, directory).files_digest:
+            raise DamagedCheckpointError(f"{path}: changed since the commit", step=entry.step, path=path)
+        return manifest, table
 
     def _send_files(self, directory: str, manifest: bytes, table: bytes, claim: Claim, on_bytes: OnBytes | None) -> int:
         name = os.path.basename(directory)
@@ -102,7 +122,6 @@ class Mirror:
             self.remote.put_file(os.path.join(directory, entry.path), f"{name}/{entry.path}", on_bytes)
 
         run_parallel(put, sorted(missing, key=lambda entry: -entry.size_bytes))
-        self.remote.write(f"{name}/{layout.MANIFEST}", manifest)
         return sum(entry.size_bytes for entry in missing)
 
     def _make_room(self, name: str, claim: Claim) -> None:
@@ -110,21 +129,33 @@ class Mirror:
         step = layout.parse_step_name(name)
         assert step is not None
         self._withdraw([step])
-        try:
-            former = read_commit(self.remote, name)
-        except FileNotFoundError:
-            former = None
-        except RemoteError:
-            raise
-        except CheckpointError as error:
-            logger.warning("%s/%s: replaced, since it can't be read: %s", self.url, name, error)
-            former = None
-        is_ancestor = former is None or is_in_ranges(claim.origin.ancestors, former.manifest.sequence)
-        if not is_ancestor and self.remote.can_rename:
+        present = {entry.name for entry in self.remote.list_dir(name)}
+        if not present:
+            return
+        if self._is_former_self(name, present, claim):
+            self._remove_step(name)
+        elif self.remote.can_rename:
             moved = self._move_aside(name, f"{layout.ARCHIVE_DIR}/{LEFT_BEHIND}")
             logger.warning("%s/%s: this run does not descend from it; it lies in %s now", self.url, name, moved)
+        elif layout.find_foreign_problem(present) is None:
+            raise RemoteRefusedError(
+                f"{self.url}/{name}: is not of this component, and an object store can't move it aside. Move it elsewhere, or"
+                " choose another checkpoint.default_hdfs_dir",
+                path=self.url,
+            )
         else:
             self._remove_step(name)
+
+    def _is_former_self(self, name: str, present: Collection[str], claim: Claim) -> bool:
+        """Say whether what has a step's name is an upload that did not end, or a step that this run descends from."""
+        if layout.MANIFEST not in present:
+            return layout.FILE_TABLE in present
+        try:
+            return is_in_ranges(claim.origin.ancestors, read_commit(self.remote, name).manifest.sequence)
+        except RemoteError:
+            raise
+        except CheckpointError:
+            return False
 
     def _publish(self, entry: BranchEntry, claim: Claim) -> None:
         """Name a step that is whole on the remote in `run.json` and in the tracker."""
@@ -163,17 +194,27 @@ class Mirror:
             self._remove_step(layout.build_step_name(step))
         return doomed
 
-    def archive(self, found: Survey) -> str | None:
-        """Move all steps into `archive/<lineage>`, the pointers last; return that place, None if there is nothing.
+    def find_strangers(self, found: Survey) -> dict[int, str]:
+        """Return the steps there that are no checkpoints of ours, with the reasons; not uploads that did not end."""
+        strangers = dict.fromkeys(found.foreign, f"unverified: no {layout.MANIFEST}")
+        for step, reason in found.refused.items():
+            present = {entry.name for entry in self.remote.list_dir(layout.build_step_name(step))}
+            if present and (layout.MANIFEST in present or layout.FILE_TABLE not in present):
+                strangers[step] = reason
+        return strangers
 
-        Cut short, it is ended by the next call.
+    def archive(self, found: Survey) -> str | None:
+        """Move all of a run into `archive/<lineage>`; return that place, None if there is nothing.
+
+        The tracker goes first, since it may only name what is there, and `run.json`, which knows the lineage, last. Cut
+        short, it is ended by the next call.
 
         Raises:
             ConfigError: an object store, where that would copy every byte.
         """
-        names = [layout.build_step_name(step) for step in sorted(list_steps(self.remote, ""))]
+        steps = [layout.build_step_name(step) for step in sorted(list_steps(self.remote, ""))]
         present = {entry.name for entry in self.remote.list_dir("")}
-        names += [name for name in (layout.RUN_RECORD, layout.TRACKER) if name in present]
+        names = [name for name in (layout.TRACKER, *steps, layout.RUN_RECORD) if name in present]
         if not names:
             return None
         if not self.remote.can_rename:
@@ -209,10 +250,9 @@ class Mirror:
     # --- records
 
     def _read_record(self) -> RunRecord | None:
-        data = self._read_or_none(layout.RUN_RECORD)
         try:
-            return None if data is None else RunRecord.decode(data, f"{self.url}/{layout.RUN_RECORD}")
-        except DamagedCheckpointError:
+            return RunRecord.decode(self.remote.read(layout.RUN_RECORD), f"{self.url}/{layout.RUN_RECORD}")
+        except (FileNotFoundError, DamagedCheckpointError):
             found = self.survey()  # from the manifests
             return RunRecord(found.lineage, found.last_sequence, found.branch) if found.lineage else None
 

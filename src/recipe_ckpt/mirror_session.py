@@ -5,12 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from recipe_ckpt import layout
-from recipe_ckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, LineageError, RemoteError
+from recipe_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedCheckpointError,
+    LineageError,
+    NothingToResumeError,
+    RemoteError,
+)
 from recipe_ckpt.manifest import BranchEntry
 from recipe_ckpt.mirror import Claim, Mirror, join_surveys
 from recipe_ckpt.policies import MirrorPolicy
@@ -27,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 OpenRemote = Callable[[str], Remote]
 
+_TELL_SECS = 5.0
+
 
 class Pull:
     """A download in a thread of its own, so that the ranks that wait for it hear from rank 0 all the while."""
@@ -34,9 +45,13 @@ class Pull:
     def __init__(self, url: str, work: Callable[[Callable[[int], None]], None]) -> None:
         self._url = url
         self._bytes = 0
+        self._told_at = time.monotonic()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._is_done = threading.Event()  # a join() that Ctrl-C interrupts takes the thread for ended
         self._thread = threading.Thread(target=self._run, args=(work,), name="recipe-ckpt-pull", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def poll(self, within_secs: float) -> bool:
@@ -44,16 +59,23 @@ class Pull:
 
         Raises:
             DamagedCheckpointError, LineageError: what lies there is not whole.
-            RemoteError, OSError: it could not be downloaded.
+            RemoteError: it could not be downloaded.
+            ConfigError: the disk here did not take it.
         """
-        self._thread.join(within_secs)
-        if self._thread.is_alive():
-            logger.info("downloading %s: %.1f MB so far", self._url, self._bytes / 1e6)
+        if not self._is_done.wait(within_secs):
+            if time.monotonic() - self._told_at >= _TELL_SECS:
+                self._told_at = time.monotonic()
+                logger.info("downloading %s: %.1f MB so far", self._url, self._bytes / 1e6)
             return False
         if self._error is not None:
             raise self._error
         logger.info("downloaded %s: %.1f MB", self._url, self._bytes / 1e6)
         return True
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._is_done.wait()
+            self._thread.join()
 
     def _count(self, size_bytes: int) -> None:
         with self._lock:
@@ -64,6 +86,8 @@ class Pull:
             work(self._count)
         except BaseException as error:  # noqa: BLE001 (it surfaces in `poll`)
             self._error = error
+        finally:
+            self._is_done.set()
 
 
 class MirrorSession:
@@ -91,6 +115,7 @@ class MirrorSession:
         self._known: set[str] = set()
         self._damaged_here: set[str] = set()
         self._pull: Pull | None = None
+        self._ended = threading.Event()
         self._uploader: Uploader | None = None
 
     @property
@@ -109,25 +134,45 @@ class MirrorSession:
         Raises:
             RemoteError: the mirror can't be used, and no whole local checkpoint makes up for that.
             LineageError: root and mirror are of different runs.
+            NothingToResumeError: the mirror holds something else, and nothing is here.
         """
         if self._mirror is None:
             return here
+        self._known = {entry.digest for entry in _list_entries(here)}
         try:
             self._mirror.remote.probe()
             self._found = self._mirror.survey()
         except RemoteError as error:
             self._tolerate(error, newest_here)
             return here
-        self._known = {entry.digest for entry in _list_entries(self._found)}
+        self._known |= {entry.digest for entry in _list_entries(self._found)}
+        if newest_here is None and self._request.mode == "auto" and self._request.path is None:
+            self._refuse_strangers(self._mirror, self._found)
         for note in self._found.notes:
             logger.warning("%s: %s", self._mirror.url, note)
         newest_there = next((commit for e in self._found.branch if (commit := self.read(e))), None)
         try:
-            return join_surveys(here, self._found, self._mirror.url, newest_here, newest_there)
+            joined = join_surveys(here, self._found, self._mirror.url, newest_here, newest_there)
         except LineageError:
             if self._request.mode != "disable":
                 raise
             return here  # both are moved aside
+        for step in self._found.refused.keys() - {entry.step for entry in joined.branch}:
+            name = layout.build_step_name(step)
+            logger.warning("%s/%s: passed over: %s", self._mirror.url, name, self._found.refused[step])
+        return joined
+
+    def _refuse_strangers(self, mirror: Mirror, found: Survey) -> None:
+        if found.branch or not (strangers := mirror.find_strangers(found)):
+            return
+        urls = {f"{mirror.url}/{layout.build_step_name(step)}": reason for step, reason in sorted(strangers.items())}
+        listed = "".join(f"\n  {url}: {reason}" for url, reason in urls.items())
+        raise NothingToResumeError(
+            f"checkpoint.default_hdfs_dir: {mirror.url} holds nothing that this run could continue:{listed}\nName one with"
+            f" checkpoint.resume_mode=resume_path checkpoint.resume_from_path={list(urls)[-1]}, choose another"
+            " checkpoint.default_hdfs_dir, or start over with checkpoint=fresh, which moves these into archive/",
+            path=mirror.url,
+        )
 
     def _tolerate(self, error: RemoteError, newest_here: Commit | None) -> None:
         assert self._mirror is not None
@@ -194,10 +239,13 @@ class MirrorSession:
         base, _, name = url.rstrip("/").rpartition("/")
         if layout.parse_step_name(name) is None:
             remote = self._connect(url.rstrip("/"))
-            branch = survey(remote, "").branch
-            if not branch:
+            found = survey(remote, "")
+            if isinstance(found.tracker, int) and found.tracker in found.foreign:
+                name = layout.build_step_name(found.tracker)
+            elif found.branch:
+                name = layout.build_step_name(found.branch[0].step)
+            else:
                 raise _not_found(url)
-            name = layout.build_step_name(branch[0].step)
         else:
             remote = self._connect(base)
         step = layout.parse_step_name(name)
@@ -217,6 +265,8 @@ class MirrorSession:
         return Candidate(step, path, digest, reason, is_inside, is_named=True, url=f"{remote.url}/{name}")
 
     def _connect(self, url: str) -> Remote:
+        if self._mirror is not None and url == self._mirror.url:
+            return self._mirror.remote
         if url not in self._others:
             remote = self._open_remote(url)
             if self._mirror is not None and remote.url == self._mirror.url:
@@ -230,9 +280,10 @@ class MirrorSession:
         assert candidate.url is not None
         if self._pull is None:
             self._pull = Pull(candidate.url, lambda on_bytes: self._download(candidate, on_bytes))
+            self._pull.start()
         try:
             has_ended = self._pull.poll(within_secs)
-        except BaseException:
+        except Exception:
             self._pull = None
             raise
         if has_ended:
@@ -240,20 +291,37 @@ class MirrorSession:
         return has_ended
 
     def _download(self, candidate: Candidate, on_bytes: Callable[[int], None]) -> None:
+        try:
+            if candidate.is_inside:
+                self._download_into_root(candidate, on_bytes)
+            else:
+                self.clear_pulled()
+                self._fetch(candidate, candidate.path, on_bytes)
+        except CheckpointError:
+            raise  # some derive from OSError, too
+        except OSError as error:
+            raise ConfigError(
+                "checkpoint.default_local_dir",
+                f"{self._store.root} ({error.strerror or error})",
+                f"a disk with room for {candidate.url}",
+                "Make room there, or choose another one.",
+            ) from error
+
+    def _download_into_root(self, candidate: Candidate, on_bytes: Callable[[int], None]) -> None:
+        staging = Staging.of(self._store.root, candidate.step, uuid.uuid4().hex[:12])
+        try:
+            self._fetch(candidate, staging.path, on_bytes)
+            if read_commit(self._storage, staging.path).digest != candidate.digest:
+                raise DamagedCheckpointError(f"{candidate.url}: is not the checkpoint that was chosen", path=candidate.url)
+            self._store.admit(staging)
+        except BaseException:
+            self._store.abandon(staging)
+            raise
+
+    def _fetch(self, candidate: Candidate, directory: str, on_bytes: Callable[[int], None]) -> None:
         assert candidate.url is not None
         base, _, name = candidate.url.rpartition("/")
-        if not candidate.is_inside:
-            if self._storage.exists(candidate.path):
-                self._storage.remove_tree(candidate.path)
-            fetch(self._connect(base), name, candidate.path, self._storage, on_bytes)
-            return
-        assert self._mirror is not None
-        staging = Staging.of(self._store.root, candidate.step, uuid.uuid4().hex[:12])
-        manifest = fetch(self._mirror.remote, name, staging.path, self._storage, on_bytes)
-        found = read_commit(self._storage, staging.path)
-        if manifest is None or found.digest != candidate.digest:
-            raise DamagedCheckpointError(f"{candidate.url}: is not the checkpoint that was chosen", path=candidate.url)
-        self._store.admit(staging)
+        fetch(self._connect(base), name, directory, self._storage, self._ended, on_bytes)
 
     def clear_pulled(self) -> None:
         """Remove what was downloaded from elsewhere: the run has read it, or a killed process left it."""
@@ -312,12 +380,15 @@ class MirrorSession:
             self._uploader.drain(self._policy.exit_wait_secs, should_stop)
 
     def close(self) -> None:
+        self._ended.set()
         if self._uploader is not None:
             self._uploader.close()
         elif self._mirror is not None:
             self._mirror.remote.close()
         for remote in self._others.values():
             remote.close()
+        if self._pull is not None:
+            self._pull.join()
 
     def _is_here(self, path: str, digest: str) -> bool:
         try:

@@ -117,12 +117,15 @@ class RootSession:
         """Download a candidate, begun by the first call: "busy" until that has ended, then None, or what is damaged there.
 
         Raises:
-            RemoteError, OSError: it could not be downloaded.
+            RemoteError: it could not be downloaded.
+            ConfigError: the disk here did not take it.
         """
         try:
-            return None if self._mirror.poll_pull(candidate, within_secs) else BUSY
+            if not self._mirror.poll_pull(candidate, within_secs):
+                return BUSY
         except (DamagedCheckpointError, LineageError) as error:
             return str(error)
+        return find_problem(self._storage, candidate, self._request.contents)
 
     def refuse(self, candidate: Candidate, reason: str) -> None:
         """Note why a candidate is passed over. The mirror's copy of a damaged one comes next, if there is one.
@@ -160,7 +163,6 @@ class RootSession:
         return archived
 
     def begin(self, staging: Staging) -> None:
-        self._mirror.raise_failure()
         self._lease.check()  # before staging is cleared: another process may be writing there by now
         self._store.begin(staging)
 
@@ -169,6 +171,7 @@ class RootSession:
             staging, entries, {**facts, "launch_id": self._request.launch_id}, check_lease=self._lease.check
         )
         self._mirror.add(commit.entry())
+        self._mirror.raise_failure()  # when this step is safe here
         return commit
 
     def abandon(self, staging: Staging) -> None:

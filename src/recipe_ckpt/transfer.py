@@ -42,10 +42,12 @@ def build_retrying(pace: RetryPace, ended: threading.Event) -> Retrying:
     )
 
 
-def fetch(remote: Remote, name: str, directory: str, storage: Storage, on_bytes: OnBytes | None = None) -> Manifest | None:
+def fetch(
+    remote: Remote, name: str, directory: str, storage: Storage, ended: threading.Event, on_bytes: OnBytes | None = None
+) -> Manifest | None:
     """Download a step into a new local directory, its manifest last; return that, None for a foreign checkpoint.
 
-    Durable on return; every byte of ours was compared with its digest.
+    Durable on return; every byte of ours was compared with its digest. Not tried again once `ended` is set.
 
     Raises:
         DamagedCheckpointError: what arrived is not what was saved.
@@ -59,6 +61,9 @@ def fetch(remote: Remote, name: str, directory: str, storage: Storage, on_bytes:
         entries = [FileEntry(path, size, "", "", 0) for path, size in remote.list_files(name).items()]
     else:
         entries = list(read_files(remote, commit).entries)
+    for entry in entries:
+        if os.path.isabs(entry.path) or ".." in entry.path.split("/"):
+            raise DamagedCheckpointError(f"{remote.url}/{name}: the file name {entry.path!r} leads out of it", path=name)
     for folder in sorted({os.path.dirname(entry.path) for entry in entries} - {""}):
         storage.make_dirs(os.path.join(directory, folder))
 
@@ -69,7 +74,7 @@ def fetch(remote: Remote, name: str, directory: str, storage: Storage, on_bytes:
         return remote.get_file(f"{name}/{entry.path}", target, on_bytes)
 
     def get(entry: FileEntry) -> None:
-        found = build_retrying(RetryPace(), threading.Event())(get_once, entry)
+        found = build_retrying(RetryPace(), ended)(get_once, entry)
         if commit is not None and found != (entry.size_bytes, entry.digest):
             raise DamagedCheckpointError(
                 f"{remote.url}/{name}/{entry.path}: {found[0]} bytes arrived that are not the {entry.size_bytes} bytes that"

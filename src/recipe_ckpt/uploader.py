@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from recipe_ckpt import layout
-from recipe_ckpt.errors import CheckpointError, RemoteUnreachableError, UploadFailedError
+from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, RemoteUnreachableError, UploadFailedError
 from recipe_ckpt.manifest import BranchEntry, FileTable
 from recipe_ckpt.mirror import Claim, Mirror, StepGoneError
 from recipe_ckpt.policies import MirrorPolicy
@@ -77,6 +77,7 @@ class Uploader:
         self._failure: Exception | None = None
         self._is_told = False
         self._has_newer = False
+        self._wait_ends_at: float | None = None
         self._on_bytes: Callable[[int], object] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="recipe-ckpt-mirror", daemon=True)
 
@@ -98,6 +99,7 @@ class Uploader:
         with self._changed:
             self._pending[entry.step] = entry
             self._has_newer = True
+            self._wait_ends_at = None
             self._changed.notify_all()
 
     def let_go(self, doomed: Sequence[int]) -> list[int]:
@@ -132,10 +134,13 @@ class Uploader:
             ) from failure
 
     def drain(self, within_secs: float, should_stop: Callable[[], bool]) -> None:
-        """Wait until the mirror has everything, with a progress bar; or the time is up, or it refuses for good."""
-        deadline = time.monotonic() + within_secs
+        """Wait until the mirror has everything, with a progress bar; or it refuses for good, or the time is up.
+
+        The time begins with the first call after a save: who waits twice for the same steps waits no longer.
+        """
+        deadline = self._wait_ends_at = self._wait_ends_at or time.monotonic() + within_secs
         steps = self.pending
-        if not steps or within_secs <= 0:
+        if not steps or time.monotonic() >= deadline:
             return
         total = sum(self._measure(step) for step in steps)
         logger.info("waiting for the steps %s (%.1f MB) to reach %s", steps, total / 1e6, self._mirror.url)
@@ -183,6 +188,9 @@ class Uploader:
                 self._settle(entry, None)
             except StepGoneError:
                 self._settle(entry, None)
+            except DamagedCheckpointError as error:
+                logger.warning("%s: step %d is not sent: it is damaged here: %s", self._mirror.url, entry.step, error)
+                self._settle(entry, None)
             except Exception as error:  # noqa: BLE001 (it is told by `_settle`, and raised by `raise_failure`)
                 self._settle(entry, error)
 
@@ -218,7 +226,8 @@ class Uploader:
             self._current = None
             if error is None and self._pending.get(entry.step) == entry:
                 del self._pending[entry.step]
-            self._failure = error
+            if error is None or not self._closing.is_set():  # the end cuts calls off: no fault of the server
+                self._failure = error
             self._changed.notify_all()
         if error is None:
             if self._is_told:

@@ -17,6 +17,7 @@ TRASH_DIR = ".trash"
 PINS_DIR = ".pins"
 ARCHIVE_DIR = "archive"
 ARCHIVING = ".archiving"
+PROBE_PREFIX = ".probe-"
 PULLED_DIR = ".pulled"
 COMMITTING_SUFFIX = ".committing"
 
@@ -38,7 +39,9 @@ _DISPLACED = re.compile(rf"global_step_{_STEP}\.by-([0-9a-f]+)", re.ASCII)
 _TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, (TRACKER, RUN_RECORD, LEASE, ARCHIVING)))})\.[0-9a-f]{{32}}\.tmp", re.ASCII
 )
-_OWN_FILE = re.compile(r"(data_[0-9]+|rng_[0-9]+)\.pt|.*\.safetensors", re.ASCII)
+_PROBE = re.compile(rf"{re.escape(PROBE_PREFIX)}[0-9a-f]{{32}}-[0-9]+", re.ASCII)
+_NODE_NOTE = re.compile(r"node_(0|[1-9][0-9]*)\.json", re.ASCII)
+_OWN_FILE = re.compile(r"((data|rng)_[0-9]+)\.pt|node_[0-9]+\.json|.*\.safetensors", re.ASCII)
 _VERL_MODEL_SHARD = re.compile(r"model_world_size_([1-9][0-9]*)_rank_(0|[1-9][0-9]*)\.pt", re.ASCII)
 
 
@@ -80,8 +83,13 @@ def parse_displaced_name(name: str) -> tuple[int, str] | None:
 
 
 def is_temporary_name(name: str) -> bool:
-    """Say whether a file in a root is what an interrupted replacement of a small file left behind."""
-    return _TEMPORARY.fullmatch(name) is not None
+    """Say whether a file in a root is what an interrupted start or replacement of a small file left behind."""
+    return (_TEMPORARY.fullmatch(name) or _PROBE.fullmatch(name)) is not None
+
+
+def build_probe_name(uid: str, rank: int) -> str:
+    """Name in a root of the file by which ranks on several hosts see whether they share it; `uid` is 32 hex digits."""
+    return f"{PROBE_PREFIX}{uid}-{rank}"
 
 
 def is_free_name(name: str) -> bool:
@@ -96,6 +104,15 @@ def build_data_name(dp_rank: int) -> str:
 
 def build_rng_name(rank: int) -> str:
     return f"rng_{rank}.pt"
+
+
+def build_node_note_name(leader: int) -> str:
+    """Name of the list of those files of a checkpoint that lie on one node's disk; `leader` is the node's lowest rank."""
+    return f"node_{leader}.json"
+
+
+def is_node_note_name(name: str) -> bool:
+    return _NODE_NOTE.fullmatch(name) is not None
 
 
 def build_extra_name(name: str) -> str:

@@ -61,6 +61,14 @@ class BlockDigester:
         self._open_bytes = 0
 
 
+def describe_bytes(data: bytes, *, name: str, rank: int) -> FileEntry:
+    """Return the entry of a file that holds these bytes."""
+    digester = BlockDigester()
+    digester.update(data)
+    digest, blocks = digester.finish()
+    return FileEntry(name, len(data), digest, blocks, rank)
+
+
 def digest_bytes(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
@@ -129,6 +137,24 @@ class FileTable:
     def decode(cls, data: bytes, path: str) -> FileTable:
         raw = _decode_format(data, path)
         return cls(tuple(build_record(FileEntry, item, path) for item in _expect_list(raw, "files", path)))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNote:
+    """Which files of a checkpoint lie on one node's disk, and which ranks wrote there."""
+
+    ranks: tuple[int, ...]
+    paths: tuple[str, ...]
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        return encode_json(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> NodeNote:
+        raw = _decode_format(data, path)
+        lists = {key: tuple(_expect_list(raw, key, path)) for key in ("ranks", "paths")}
+        return build_record(cls, {**raw, **lists}, path)
 
 
 @dataclass(frozen=True, slots=True)

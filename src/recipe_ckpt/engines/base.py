@@ -95,6 +95,17 @@ class SnapshotEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class DiskAwareEngine(SnapshotEngine, Protocol):
+    """An engine whose ranks read what others wrote, and which so has to know who writes to which disk."""
+
+    def use_disks(self, disks: Sequence[int]) -> None:
+        """Learn by rank which disk each one writes to, before anything else is called.
+
+        From then on each disk gets a copy of all that its own ranks hold.
+        """
+
+
+@runtime_checkable
 class StagingEngine(SnapshotEngine, Protocol):
     """An engine whose snapshots may be copies."""
 

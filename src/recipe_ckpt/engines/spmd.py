@@ -7,7 +7,7 @@ not part of them, so a checkpoint fits whichever of these is switched on or off.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,6 +66,10 @@ class SpmdEngine:
         self._is_step_guarded = False
         self._reshard()
         name_parameters(optimizer, name_tensors(self.model))
+
+    def use_disks(self, disks: Sequence[int]) -> None:
+        """See `DiskAwareEngine`."""
+        self._stager.use_disks(disks if len(set(disks)) > 1 else None)
 
     def step_optimizer(self, step: int, *, clip_grad: float | None = None) -> StepReport:
         """Do the optimizer step that makes `step` steps done (1-based), and drop the gradients. Collective if sharded."""

@@ -1,8 +1,9 @@
 """`index.json`: which tensor lies where.
 
 A part (`model`, `optimizer`) has one safetensors file for each rank that holds any of it. Each tensor refers to a grid: the
-boxes that its global shape is cut into, with the rank whose file has each. Tensors of one shape share their grid, so that
-the index of a thousand ranks stays small. A grid's box is written as `<rank> <start>:<stop>,...`, a pair for each dimension.
+boxes that its global shape is cut into, with the rank whose file has each. Where nodes have disks of their own, a box may
+lie on each of them once. Tensors of one shape share their grid, so that the index of a thousand ranks stays small. A grid's
+box is written as `<rank> <start>:<stop>,...`, a pair for each dimension.
 """
 
 from __future__ import annotations

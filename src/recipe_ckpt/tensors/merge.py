@@ -40,19 +40,23 @@ def build_fragment(declaration: Declaration, written: Iterable[tuple[int, int, B
     }
 
 
-def merge_fragments(declarations: Mapping[str, Declaration], fragments: Sequence[Mapping[str, JSON]]) -> TensorIndex:
+def merge_fragments(
+    declarations: Mapping[str, Declaration], fragments: Sequence[Mapping[str, JSON]], disks: Sequence[int] | None = None
+) -> TensorIndex:
     """Join the ranks' fragments, each by part, into the index.
+
+    `disks` says by rank which disk it wrote to (None: all to one): a chunk may lie on each of them once.
 
     Raises:
         SaveFailedError: ranks hold different tensors, or the chunks of a tensor do not cover it exactly once.
     """
     parts = {}
     for name, declaration in declarations.items():
-        parts[name] = _merge_part(name, declaration, [fragment.get(name) for fragment in fragments])
+        parts[name] = _merge_part(name, declaration, [fragment.get(name) for fragment in fragments], disks)
     return TensorIndex(parts)
 
 
-def _merge_part(part: str, declaration: Declaration, fragments: Sequence[JSON]) -> PartIndex:
+def _merge_part(part: str, declaration: Declaration, fragments: Sequence[JSON], disks: Sequence[int] | None) -> PartIndex:
     # Tensors that are cut alike come in one group, on every rank: an append for each of them would take a second.
     groups: dict[tuple[int, ...], list[Chunk]] = {}
     digest = declaration.digest()
@@ -71,7 +75,7 @@ def _merge_part(part: str, declaration: Declaration, fragments: Sequence[JSON]) 
     for (name, (dtype, shape)), held in zip(declaration.tensors.items(), holders, strict=True):
         key = (shape, *map(id, held))
         if key not in grids:
-            grids[key] = _build_grid(part, name, shape, list(itertools.chain.from_iterable(held)))
+            grids[key] = _build_grid(part, name, shape, list(itertools.chain.from_iterable(held)), disks)
         tensors[name] = StoredTensor(dtype, grids[key])
     return PartIndex(tensors, declaration.aliases, declaration.leaves)
 
@@ -86,8 +90,11 @@ def _require_equal(part: str, declaration: Declaration, digest: str, rank: int, 
         )
 
 
-def _build_grid(part: str, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> Grid:
-    problem = find_coverage_problem(shape, [chunk.box for chunk in chunks])
+def _build_grid(part: str, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk], disks: Sequence[int] | None) -> Grid:
+    boxes = [chunk.box for chunk in chunks]
+    if disks is not None and len({(disks[chunk.rank], chunk.box) for chunk in chunks}) == len(chunks):
+        boxes = list(dict.fromkeys(boxes))
+    problem = find_coverage_problem(shape, boxes)
     if problem:
         ranks = sorted({chunk.rank for chunk in chunks})
         raise SaveFailedError(f"{part}: tensor {name!r} of shape {list(shape)}, written by ranks {ranks}: {problem}")

@@ -1,14 +1,14 @@
 """Who writes what, and who reads what: decided by each rank alone, without a collective.
 
 A DTensor's placements say which boxes of the global tensor this rank holds. A plain tensor counts as replicated over all
-ranks. Of replicas one writes, by a rule that all ranks compute alike.
+ranks. Of replicas one writes, on each disk, by a rule that all ranks compute alike.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,16 +84,19 @@ class PlannedChunk:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """One rank's share of a part."""
+    """One rank's share of a part. `disks` says by rank which disk it writes to; None: all to one."""
 
     part: str
     rank: int
     declaration: Declaration
     chunks: Sequence[PlannedChunk]
+    disks: Sequence[int] | None = None
 
 
-def plan_write(part: str, state: PartState, rank: int, world_size: int) -> WritePlan:
+def plan_write(part: str, state: PartState, rank: int, world_size: int, disks: Sequence[int] | None = None) -> WritePlan:
     """Decide which chunks of a part this rank writes.
+
+    `disks` says by rank which disk it writes to (None: all to one). Each disk gets all that its ranks hold.
 
     Raises:
         SaveFailedError: a tensor's dtype, layout or placement can't be stored.
@@ -101,16 +104,16 @@ def plan_write(part: str, state: PartState, rank: int, world_size: int) -> Write
     aliases = find_aliases(state.tensors)
     own = {name: tensor for name, tensor in state.tensors.items() if name not in aliases}
     declared = {name: (name_dtype(part, name, tensor), tuple(tensor.shape)) for name, tensor in own.items()}
-    owners = _choose_owners(part, own, declared, world_size)
+    owners = _choose_owners(own, declared, _Holders(rank, world_size, disks))
     chunks = []
     for position, (name, tensor) in enumerate(own.items()):
-        if _number_replica(tensor, rank) == owners[name]:
+        if owners[name] == rank:
             kept = [local for local in find_local_boxes(tensor) if local.box.volume or not math.prod(tensor.shape)]
             for number, local in enumerate(kept):
                 names = build_chunk_name(name, number), declared[name][0]
                 chunks.append(PlannedChunk(position, number, *names, local.box, local.values, name in state.volatile))
     _require_distinct_names(part, chunks)
-    return WritePlan(part, rank, Declaration(declared, aliases, state.leaves), chunks)
+    return WritePlan(part, rank, Declaration(declared, aliases, state.leaves), chunks, disks)
 
 
 def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -215,44 +218,55 @@ def _describe_memory(tensor: torch.Tensor) -> object:
     return (local.device, local.dtype, tuple(tensor.shape), local.stride(), tuple(local.shape))
 
 
-def _choose_owners(
-    part: str, tensors: Mapping[str, torch.Tensor], declared: Mapping[str, tuple[str, tuple[int, ...]]], world_size: int
-) -> dict[str, int]:
-    """Choose which replica of each tensor writes: the one with the least bytes so far, largest tensors first."""
-    sizes = {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in declared.items()}
-    loads: dict[int, list[int]] = {}
-    owners = {}
-    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
-        replicas = _count_replicas(tensors[name], world_size)
-        bytes_by_replica = loads.setdefault(replicas, [0] * replicas)
-        owners[name] = bytes_by_replica.index(min(bytes_by_replica))
-        bytes_by_replica[owners[name]] += sizes[name]
-    return owners
+class _Holders:
+    """Finds the ranks that hold the same of a tensor as this one and write to the same disk."""
+
+    def __init__(self, rank: int, world_size: int, disks: Sequence[int] | None) -> None:
+        self._disks = disks or [0] * world_size
+        self._disk = self._disks[rank]
+        self._everywhere = self._select(range(world_size))
+        self._known: dict[object, tuple[int, ...]] = {}
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return them in the order of their replicas, this rank among them; none for a rank outside of the tensor's mesh."""
+        if not isinstance(tensor, DTensor):
+            return self._everywhere
+        key = (id(tensor.device_mesh), tensor.placements)
+        if key not in self._known:
+            self._known[key] = self._select(_list_replicas(tensor))
+        return self._known[key]
+
+    def _select(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if self._disks[rank] == self._disk)
 
 
-def _count_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    if not isinstance(tensor, DTensor):
-        return world_size
-    return math.prod(size for size, _ in _replicated_dims(tensor))
-
-
-def _number_replica(tensor: torch.Tensor, rank: int) -> int:
-    """Say which of the replicas this rank holds; a rank outside of the tensor's mesh holds none."""
-    if not isinstance(tensor, DTensor):
-        return rank
-    if tensor.device_mesh.get_coordinate() is None:
-        return -1
-    number = 0
-    for size, coordinate in _replicated_dims(tensor):
-        number = number * size + coordinate
-    return number
-
-
-def _replicated_dims(tensor: DTensor) -> list[tuple[int, int]]:
-    """Return (size, own coordinate) of each mesh dimension along which the tensor is replicated."""
+def _list_replicas(tensor: DTensor) -> list[int]:
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    return [(mesh.size(dim), coordinate[dim]) for dim, p in enumerate(tensor.placements) if isinstance(p, Replicate)]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    where = tuple(slice(None) if isinstance(p, Replicate) else coordinate[dim] for dim, p in enumerate(tensor.placements))
+    ranks: list[int] = mesh.mesh[where].flatten().tolist()
+    return ranks
+
+
+def _choose_owners(
+    tensors: Mapping[str, torch.Tensor], declared: Mapping[str, tuple[str, tuple[int, ...]]], holders: _Holders
+) -> dict[str, int | None]:
+    """Choose which holder of each tensor writes: the one with the least bytes so far, largest tensors first."""
+    sizes = {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in declared.items()}
+    loads: dict[tuple[int, ...], list[int]] = {}
+    owners: dict[str, int | None] = {}
+    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+        ranks = holders.find(tensors[name])
+        if not ranks:
+            owners[name] = None
+            continue
+        bytes_by_rank = loads.setdefault(ranks, [0] * len(ranks))
+        chosen = bytes_by_rank.index(min(bytes_by_rank))
+        bytes_by_rank[chosen] += sizes[name]
+        owners[name] = ranks[chosen]
+    return owners
 
 
 def _require_distinct_names(part: str, chunks: Sequence[PlannedChunk]) -> None:

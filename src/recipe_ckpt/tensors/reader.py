@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -146,7 +146,7 @@ def read_boxes(
     Needs memory for a few blocks, and for a band of rows where a box is not a run of whole rows.
     """
     reads: dict[int, list[_Read]] = {}
-    for read in _plan_reads(directory, part, wanted):
+    for read in _plan_reads(directory, entries, name, part, wanted):
         reads.setdefault(read.piece.chunk.rank, []).append(read)
     with Readers() as readers:
         for rank, of_file in sorted(reads.items()):
@@ -154,21 +154,34 @@ def read_boxes(
                 _read_file(file, of_file, readers)
 
 
-def _plan_reads(directory: str, part: PartIndex, wanted: Mapping[str, Sequence[LocalBox]]) -> Iterator[_Read]:
+def _plan_reads(
+    directory: str,
+    entries: Mapping[str, FileEntry],
+    part_name: str,
+    part: PartIndex,
+    wanted: Mapping[str, Sequence[LocalBox]],
+) -> Iterator[_Read]:
+    def is_here(chunk: Chunk) -> bool:
+        return build_tensor_file_name(part_name, chunk.rank) in entries
+
     found: dict[tuple[int, Box], list[_Piece]] = {}
     for name, boxes in wanted.items():
         stored = part.tensors[name]
         for local in boxes:
             key = (id(stored.grid), local.box)
             if key not in found:
-                found[key] = _intersect(directory, name, stored.grid, local.box)
+                found[key] = _intersect(directory, name, stored.grid, local.box, is_here)
             for piece in found[key]:
                 target = local.values if piece.slices is None else local.values[piece.slices]
                 yield _Read(build_chunk_name(name, piece.chunk.number), stored.dtype, piece, target)
 
 
-def _intersect(directory: str, name: str, grid: Grid, box: Box) -> list[_Piece]:
-    pieces = [_Piece.of(chunk, shared, box) for chunk in grid.chunks if (shared := chunk.box.intersect(box))]
+def _intersect(directory: str, name: str, grid: Grid, box: Box, is_here: Callable[[Chunk], bool]) -> list[_Piece]:
+    by_box: dict[Box, tuple[Chunk, Box]] = {}
+    for chunk in grid.chunks:
+        if (shared := chunk.box.intersect(box)) and not (chunk.box in by_box and is_here(by_box[chunk.box][0])):
+            by_box[chunk.box] = chunk, shared
+    pieces = [_Piece.of(chunk, shared, box) for chunk, shared in by_box.values()]
     covered = sum(piece.box.volume for piece in pieces)
     if covered != box.volume:
         path = os.path.join(directory, TENSOR_INDEX)

@@ -97,6 +97,12 @@ class Stager:
         self._parts: dict[str, _StagedPart] = {}
         self._images: dict[str, FileImage] = {}
         self._current: StagedSnapshot | None = None
+        self._disks: Sequence[int] | None = None
+
+    def use_disks(self, disks: Sequence[int] | None) -> None:
+        """Plan for ranks that write to these disks, by rank."""
+        self.forget()
+        self._disks = disks
 
     def plan(self, parts: Mapping[str, PartState], *, rank: int, world_size: int) -> list[WritePlan]:
         """Return the plans by which these parts are written, staged or not.
@@ -145,7 +151,8 @@ class Stager:
         held = self._parts.get(name)
         if held is None or not held.holds_for(state, rank, world_size):
             layouts = describe_layouts(state.tensors.values())
-            held = _StagedPart(state.tensors, layouts, world_size, plan_write(name, state, rank, world_size))
+            plan = plan_write(name, state, rank, world_size, self._disks)
+            held = _StagedPart(state.tensors, layouts, world_size, plan)
             self._parts[name] = held
         elif held.plan.declaration.leaves is not state.leaves:
             held.plan = replace(held.plan, declaration=replace(held.plan.declaration, leaves=state.leaves))

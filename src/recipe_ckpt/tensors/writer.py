@@ -71,14 +71,19 @@ def describe_written(plans: Iterable[WritePlan]) -> JSON:
     }
 
 
-def write_index(directory: str, storage: Storage, plans: Iterable[WritePlan], fragments: Sequence[Any]) -> FileEntry:
+def write_index(
+    directory: str,
+    storage: Storage,
+    plans: Iterable[WritePlan],
+    fragments: Sequence[Any],
+) -> FileEntry:
     """Join the ranks' fragments and write the index.
 
     Raises:
         SaveFailedError: a tensor is not covered exactly once, or ranks hold different tensors; the message names it.
     """
     plans = list(plans)
-    index = merge_fragments({plan.part: plan.declaration for plan in plans}, fragments)
+    index = merge_fragments({plan.part: plan.declaration for plan in plans}, fragments, plans[0].disks if plans else None)
     path = os.path.join(directory, TENSOR_INDEX)
     return storage.write_file(path, [index.encode()], name=TENSOR_INDEX, rank=0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,14 +57,23 @@ class Captured:
     def finish(self, directory: str, storage: Storage, parts: Sequence[Mapping[str, Any]]) -> list[FileEntry]:
         """On rank 0: join what the ranks wrote, add the files that one rank writes for all, and return every entry."""
         entries = [FileEntry(**entry) for part in parts for entry in part["entries"]]
+        entries += self.join(directory, storage, parts)
+        if self.foreign:
+            entries += self.describe_foreign(directory, {entry.path for entry in entries})
+        return entries
+
+    def join(self, directory: str, storage: Storage, parts: Sequence[Mapping[str, Any]]) -> list[FileEntry]:
+        """On rank 0: write what one rank writes for all, and return its entries."""
+        entries: list[FileEntry] = []
         for name, snapshot in self.snapshots.items():
             fragments = [part["fragments"][name] for part in parts]
             joined = snapshot.finish(join_folder(directory, name), storage, fragments)
             entries += [_move_under(name, entry) for entry in joined]
-        entries += _write_files(directory, storage, self.shared_files, 0)
-        if self.foreign:
-            entries += _describe_others(directory, {entry.path for entry in entries})
-        return entries
+        return entries + _write_files(directory, storage, self.shared_files, 0)
+
+    def describe_foreign(self, directory: str, known: Collection[str]) -> list[FileEntry]:
+        """Return the entries of all files in a directory but the `known` ones, as written by this rank."""
+        return _describe_others(directory, known, self.rank)
 
 
 def join_folder(directory: str, folder: str) -> str:
@@ -80,12 +89,12 @@ def _move_under(folder: str, entry: FileEntry) -> FileEntry:
     return FileEntry(path, entry.size_bytes, entry.digest, entry.blocks, entry.rank)
 
 
-def _describe_others(directory: str, known: set[str]) -> list[FileEntry]:
+def _describe_others(directory: str, known: Collection[str], rank: int) -> list[FileEntry]:
     """Digest the files that engines with their own format wrote."""
     found = []
     for folder, _, names in os.walk(directory):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), directory).replace(os.sep, "/")
             if path not in known:
-                found.append(describe_file(os.path.join(folder, name), name=path, rank=0))
+                found.append(describe_file(os.path.join(folder, name), name=path, rank=rank))
     return found

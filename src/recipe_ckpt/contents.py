@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recipe_ckpt import data_state, layout
 from recipe_ckpt.captured import Captured, join_folder
 from recipe_ckpt.drift import Change, list_changes
-from recipe_ckpt.engines.base import Engine, SnapshotEngine, StagingEngine
+from recipe_ckpt.engines.base import DiskAwareEngine, Engine, SnapshotEngine, StagingEngine
 from recipe_ckpt.errors import ConfigError, DamagedCheckpointError
 from recipe_ckpt.manifest import BlockDigester, FileEntry, FileTable, decode_json, encode_json, to_plain
 from recipe_ckpt.storage import describe_file
@@ -140,8 +140,16 @@ class RunContents:
         saved = decode_json(read_checked(directory, entry), os.path.join(directory, entry.path))
         return list_changes(saved, decode_json(current.encode(), layout.RESOLVED_CONFIG))
 
-    def check_foreign(self, directory: str, table: FileTable | None) -> None:
+    def use_disks(self, disks: Sequence[int]) -> None:
+        """Tell the engines by rank which disk each one writes to."""
+        for engine in self.engines.values():
+            if isinstance(engine, DiskAwareEngine):
+                engine.use_disks(disks)
+
+    def check_foreign(self, directory: str, table: FileTable | None, sharers: Sequence[int]) -> None:
         """Check this rank's share of the files that engines with their own format will read.
+
+        `sharers` are the ranks that read the same directory.
 
         Raises:
             DamagedCheckpointError: a file differs from its entry.
@@ -151,7 +159,7 @@ class RunContents:
         for name, engine in self.engines.items():
             if isinstance(engine, SnapshotEngine):
                 continue
-            for entry in table.under(name)[self.rank :: self.world_size]:
+            for entry in table.under(name)[sharers.index(self.rank) :: len(sharers)]:
                 read_checked(join_folder(directory, name), entry, keep=False)
 
     def restore(

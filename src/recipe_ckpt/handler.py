@@ -15,6 +15,9 @@ from recipe_ckpt.errors import CheckpointError, ConfigError
 from recipe_ckpt.lease import find_launch_id
 from recipe_ckpt.loading import Resumer
 from recipe_ckpt.mirror_session import OpenRemote
+from recipe_ckpt.node_probe import find_nodes
+from recipe_ckpt.node_session import NodeSession
+from recipe_ckpt.nodes import Nodes
 from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, OrchestrationMode, ResumePoint, SavePolicy
 from recipe_ckpt.remote_client import RemoteClient
 from recipe_ckpt.resume import Request
@@ -120,6 +123,7 @@ class CheckpointHandler:
         self._request = Request(
             settled["resume_mode"], settled["resume_from_path"], find_launch_id(), tuple(self._load_policy.contents)
         )
+        self._node: NodeSession | None = None
         self._session: RootSession | None = None
         self._saver: Saver | None = None
 
@@ -145,20 +149,30 @@ class CheckpointHandler:
             CheckpointError: what was asked for can't be had, or checkpoints exist and none of them is whole.
             RankError: another rank failed.
         """
-        if self._session is not None or self._saver is not None:
+        if self._node is not None or self._saver is not None:
             raise RuntimeError("load_checkpoint() was called before: a handler resumes once")
-        if self._coordinator.rank == 0:
-            self._session = self._open_session()
-        resumer = Resumer(self._coordinator, self._storage, self.root, self._contents, self._load_policy, self._session)
+        nodes = self._find_nodes()
+        resumer = Resumer(
+            self._coordinator,
+            self._storage,
+            nodes,
+            self.root,
+            self._contents,
+            self._load_policy,
+            self._node,
+            self._session,
+        )
         token = resumer.open()
         self.resume_point, archived = resumer.resume()
         self._saver = Saver(
             self._coordinator,
             self._storage,
+            nodes,
             self.root,
             self._contents,
             self._save_policy,
             self._retention,
+            self._node,
             self._session,
             token,
         )
@@ -204,8 +218,8 @@ class CheckpointHandler:
             self._session.drain(should_stop)
 
     def _close(self, *, wait_for_uploads: bool) -> None:
-        session, saver = self._session, self._saver
-        self._session = self._saver = None
+        node, session, saver = self._node, self._session, self._saver
+        self._node = self._session = self._saver = None
         try:
             if saver is not None:
                 saver.finish()
@@ -216,6 +230,8 @@ class CheckpointHandler:
         finally:
             if session is not None:
                 session.close()
+            if node is not None:
+                node.close()
             self._coordinator.close()
 
     def __enter__(self) -> Self:
@@ -229,9 +245,26 @@ class CheckpointHandler:
                 raise
             logger.error("%s", own)  # what ended the block comes first
 
-    def _open_session(self) -> RootSession:
+    def _find_nodes(self) -> Nodes:
+        """Find out which ranks share a root, and make the sessions of those that lead. Collective."""
+        rank = self._coordinator.rank
+        nodes = find_nodes(self._coordinator, self._storage, self.root)
+        if self._mirror_url is not None and not nodes.is_one:
+            raise ConfigError(
+                "checkpoint.default_hdfs_dir",
+                self._mirror_url,
+                f"null where nodes keep their own files ({nodes.describe()})",
+                "Write checkpoint.default_hdfs_dir=null, or choose a checkpoint.default_local_dir that all nodes share.",
+            )
+        self._contents.use_disks(nodes.disks)
+        if nodes.leads(rank):
+            self._node = NodeSession(replace(nodes.of(rank), root=self.root), self._storage, self._request.launch_id)
+            self._session = self._open_session(self._node) if rank == 0 else None
+        return nodes
+
+    def _open_session(self, node: NodeSession) -> RootSession:
         return RootSession(
-            self.root,
+            node,
             self._storage,
             self._request,
             self._retention,

@@ -21,7 +21,7 @@ from enum import Enum
 from recipe_ckpt import layout
 from recipe_ckpt.errors import DamagedCheckpointError, LeaseHeldError
 from recipe_ckpt.manifest import build_record, decode_json, encode_json
-from recipe_ckpt.storage import Storage
+from recipe_ckpt.storage import Storage, read_boot_id
 
 BEAT_SECS = 10.0
 WATCH_SECS = 60.0
@@ -54,7 +54,7 @@ class Owner:
         return cls(
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
-            boot_id=_read_boot_id(),
+            boot_id=read_boot_id(),
             pid_namespace=_read_pid_namespace(),
             pid=pid,
             pid_started=read_pid_start(pid) or "",
@@ -230,14 +230,6 @@ def read_pid_start(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in "ZX" else rest[18]
-
-
-def _read_boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _read_pid_namespace() -> str:

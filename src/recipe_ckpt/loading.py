@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,14 @@ from recipe_ckpt.coordination import Coordinator
 from recipe_ckpt.drift import Change, describe_changes, require_resumable
 from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.manifest import FileTable, decode_json
+from recipe_ckpt.node_session import NodeSession, localize
+from recipe_ckpt.nodes import Nodes, Recovery, Report, RootState, decide_recovery
 from recipe_ckpt.policies import LoadPolicy, ResumePoint
 from recipe_ckpt.resume import Candidate
 from recipe_ckpt.session import BUSY, RootSession
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.survey import Commit, read_commit, read_files
+from recipe_ckpt.store import Origin
+from recipe_ckpt.survey import Commit, read_commit, read_held
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +31,28 @@ _POLL_SECS = 0.5  # less than ranks wait for each other
 
 
 class Resumer:
-    """Restores this rank from the checkpoint on which all ranks agree. `session` is rank 0's, None elsewhere."""
+    """Restores this rank from the checkpoint on which all ranks agree.
+
+    `session` is rank 0's, `node` that of each node's leader; elsewhere they are None. `root` is this rank's own name of it.
+    """
 
     def __init__(
         self,
         coordinator: Coordinator,
         storage: Storage,
+        nodes: Nodes,
         root: str,
         contents: RunContents,
         policy: LoadPolicy,
+        node: NodeSession | None,
         session: RootSession | None,
         *,
         visible_within_secs: float = 60.0,  # longer than a network file system's attribute cache
     ) -> None:
         self._coordinator = coordinator
         self._storage = storage
+        self._nodes = nodes
+        self._node = node
         self._root = root
         self._contents = contents
         self._policy = policy
@@ -50,10 +60,13 @@ class Resumer:
         self._visible_within_secs = visible_within_secs
 
     def open(self) -> str:
-        """Take the root's lease on rank 0, see on all ranks that it is one root, and return the lease's token. Collective."""
-        token = str(self._coordinator.lead(self._open_root))
-        self._coordinator.together(lambda: self._check_root_is_shared(token), lambda _: None)
-        return token
+        """Take the roots' leases, see on all ranks that each is one root, and return the first lease's token. Collective.
+
+        What a killed process left is finished, or taken back, on all nodes alike; then rank 0 decides what to start from.
+        """
+        order = self._coordinator.together(self._take, self._decide_recovery)
+        self._coordinator.together(lambda: self._recover(order), self._decide_start)
+        return str(order["tokens"]["0"])
 
     def resume(self) -> tuple[ResumePoint | None, str | None]:
         """Restore the run, or nothing for a fresh start; also return where what lay in the root was moved, if it was.
@@ -67,19 +80,45 @@ class Resumer:
             if damage is None:
                 break
             self._refuse(candidate, damage)
-        # Before the start, which removes what was downloaded for it.
-        metrics = self._coordinator.lead(lambda: self._read_metrics(candidate)) if candidate else {}
-        archived = self._coordinator.lead(lambda: self._leader().start_from(candidate))
+        order = self._coordinator.lead(lambda: self._order_start(candidate))
+        archived = self._coordinator.together(lambda: self._start(order), lambda found: found[0])
         if candidate is None:
             return None, archived
-        return ResumePoint(candidate.step, candidate.path, candidate.reason, metrics, changes), archived
+        return ResumePoint(candidate.step, candidate.path, candidate.reason, order["metrics"], changes), archived
 
-    def _open_root(self) -> str:
-        self._leader().open()
-        return self._leader().lease_token
+    def _take(self) -> Any:
+        return self._node.take() if self._node else None
+
+    def _decide_recovery(self, found: Sequence[Any]) -> Any:
+        taken = {rank: report for rank, report in enumerate(found) if report is not None}
+        decision = decide_recovery([RootState.from_json(report["state"]) for report in taken.values()])
+        return {
+            "tokens": {str(rank): report["token"] for rank, report in taken.items()},
+            "recovery": decision.to_json(),
+        }
+
+    def _recover(self, order: Any) -> Any:
+        self._check_root_is_shared(order["tokens"][str(self._nodes.of(self._coordinator.rank).leader)])
+        return self._node.recover(Recovery.from_json(order["recovery"])) if self._node else None
+
+    def _decide_start(self, found: Sequence[Any]) -> None:
+        self._leader().open([Report.from_json(report) for report in found if report is not None])
+
+    def _order_start(self, candidate: Candidate | None) -> Any:
+        # Before the start, which removes what was downloaded for it.
+        metrics = self._read_metrics(candidate) if candidate else {}
+        origin, last_sequence = self._leader().build_origin(candidate)
+        archive = candidate is None or not candidate.is_inside
+        return {"metrics": metrics, "origin": origin.to_json(), "last_sequence": last_sequence, "archive": archive}
+
+    def _start(self, order: Any) -> str | None:
+        leader = self._session or self._node
+        if leader is None:
+            return None
+        return leader.start(Origin.from_json(order["origin"]), order["last_sequence"], archive=order["archive"])
 
     def _check_root_is_shared(self, token: str) -> None:
-        """Look for rank 0's lease, which a directory of the same name on another node's disk would never show."""
+        """Look for the lease that this node's leader holds, which another directory of the same name would never show."""
         path = os.path.join(self._root, layout.LEASE)
         deadline = time.monotonic() + self._visible_within_secs
         while time.monotonic() < deadline:
@@ -91,21 +130,44 @@ class Resumer:
             time.sleep(0.05)
         raise RootNotSharedError(
             f"checkpoint.default_local_dir: rank {self._coordinator.rank} on {platform.node()} does not see in {self._root}"
-            " what rank 0 wrote there; allowed is a directory that all nodes share (node-local disks are not supported yet)",
+            f" what rank {self._nodes.of(self._coordinator.rank).leader} wrote there; allowed is a directory that all ranks"
+            " see, or one of its own for each node. Look at the mount",
             path=self._root,
         )
 
     def _next_candidate(self) -> Candidate | None:
-        """Return the next candidate, which lies in the file system of all ranks: downloaded, if it did not."""
+        """Return the next candidate, with its path here. It lies whole on every node: downloaded, if it did not."""
         while True:
-            found = self._coordinator.lead(lambda: _to_json(self._leader().next_candidate()))
+            found = self._coordinator.lead(self._find_candidate)
             if found is None:
                 return None
             candidate = Candidate(**found)
-            damage = self._pull(candidate) if candidate.url else None
+            damage = self._pull(candidate) if candidate.url else self._inspect_on_others(candidate)
             if damage is None:
-                return candidate
+                return localize(candidate, self._root)
             self._refuse(candidate, damage)
+
+    def _find_candidate(self) -> dict[str, Any] | None:
+        """Return the next one; on a single root, which needs no exchange for that, the next one that can be tried."""
+        while True:
+            candidate = self._leader().next_candidate()
+            if candidate is None or candidate.url or not self._nodes.is_one:
+                return None if candidate is None else asdict(candidate)
+            damage = _join_inspections([self._inspect(candidate)])
+            if damage is None:
+                return asdict(candidate)
+            self._leader().refuse(candidate, damage)
+
+    def _inspect_on_others(self, candidate: Candidate) -> str | None:
+        if self._nodes.is_one:
+            return None
+        damage: str | None = self._coordinator.together(lambda: self._inspect(candidate), _join_inspections)
+        return damage
+
+    def _inspect(self, candidate: Candidate) -> Any:
+        if self._node is None:
+            return None
+        return self._node.inspect(candidate, self._policy.contents, self._coordinator.world_size)
 
     def _pull(self, candidate: Candidate) -> str | None:
         """Have rank 0 download a candidate; return what is damaged there. The others hear from it all the while."""
@@ -131,7 +193,7 @@ class Resumer:
     def _read_changes(self, candidate: Candidate) -> dict[str, Any]:
         step, path = candidate.step, candidate.path
         try:
-            table = read_files(self._storage, read_commit(self._storage, path)) if candidate.digest else None
+            table = read_held(self._storage, read_commit(self._storage, path)).table if candidate.digest else None
             changes = self._contents.compare_config(path, table)
         except (DamagedCheckpointError, OSError) as error:
             return {"changes": [], "damage": str(error)}
@@ -156,7 +218,8 @@ class Resumer:
             if candidate.digest:
                 commit, table = self._read_when_visible(candidate.path)
             if check_only:
-                self._contents.check_foreign(candidate.path, table)
+                sharers = self._nodes.of(self._coordinator.rank).ranks
+                self._contents.check_foreign(candidate.path, table, sharers)
             else:
                 geometry = commit.manifest.data if commit else None
                 self._contents.restore(candidate.path, table, candidate.step, self._policy.contents, geometry)
@@ -167,15 +230,15 @@ class Resumer:
         return None
 
     def _read_when_visible(self, path: str) -> tuple[Commit, FileTable]:
-        """Read what rank 0 has read already; on a network file system it may be seen here some time later."""
+        """Read what the node's leader has read already; on a network file system it may be seen here some time later."""
         deadline = time.monotonic() + self._visible_within_secs
         while True:
             try:
                 commit = read_commit(self._storage, path)
-                return commit, read_files(self._storage, commit)
+                return commit, read_held(self._storage, commit).table
             except (FileNotFoundError, DamagedCheckpointError) as error:
                 is_missing = isinstance(error.__cause__ or error, FileNotFoundError)
-                if not is_missing or self._coordinator.rank == 0 or time.monotonic() > deadline:
+                if not is_missing or self._node is not None or time.monotonic() > deadline:
                     raise
             time.sleep(0.05)
 
@@ -199,8 +262,20 @@ class Resumer:
         return self._session
 
 
-def _to_json(candidate: Candidate | None) -> dict[str, Any] | None:
-    return None if candidate is None else asdict(candidate)
+def _join_inspections(found: Sequence[Mapping[str, str | None] | None]) -> str | None:
+    """Return what is wrong with a candidate on any node; None if nothing is.
+
+    Raises:
+        RootNotSharedError: it is whole, but ranks run where their files are not; an older one would be no better.
+    """
+    problems = [report["problem"] for report in found if report and report["problem"]]
+    missing = [report["missing"] for report in found if report and report["missing"]]
+    if problems or not missing:
+        return "; ".join(map(str, problems)) or None
+    raise RootNotSharedError(
+        f"checkpoint.default_local_dir: nodes keep their own files, and {'; '.join(map(str, missing))}. Start as many ranks,"
+        " each on the node where it was; or copy the step's directories of all nodes together, on each node or a shared disk"
+    )
 
 
 def _join_damage(found: Sequence[str | None]) -> str | None:

@@ -15,7 +15,7 @@ from recipe_ckpt.errors import CheckpointError, CheckpointNotFoundError, Damaged
 from recipe_ckpt.manifest import BranchEntry, Continues, extend_ranges, is_in_ranges
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Origin, build_lineage
-from recipe_ckpt.survey import Commit, Survey, find_damage, read_commit, read_files, select_ancestors, survey
+from recipe_ckpt.survey import Commit, Survey, find_damage, read_commit, read_held, select_ancestors, survey
 
 NEWEST = "it is the newest of this run"
 OLDER = "it is the next older one of this run"
@@ -218,7 +218,7 @@ def find_problem(storage: Storage, candidate: Candidate, contents: Collection[st
             return f"its {layout.MANIFEST} is not the one that was committed"
         if lacking := sorted(set(contents) - set(commit.manifest.contents)):
             return f"it holds {sorted(commit.manifest.contents)} and lacks {lacking} of checkpoint.load_contents"
-        return find_damage(storage, candidate.path, read_files(storage, commit).entries, read_all=False)
+        return find_damage(storage, candidate.path, read_held(storage, commit).table.entries, read_all=False)
     except FileNotFoundError:
         return f"{layout.MANIFEST} is missing"
     except (CheckpointError, OSError) as error:

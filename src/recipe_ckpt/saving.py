@@ -21,6 +21,9 @@ from recipe_ckpt.contents import RunContents
 from recipe_ckpt.coordination import Coordinator
 from recipe_ckpt.errors import CheckpointError, SaveFailedError
 from recipe_ckpt.manifest import to_plain
+from recipe_ckpt.node_commit import NodeCommit
+from recipe_ckpt.node_session import NodeSession
+from recipe_ckpt.nodes import Nodes
 from recipe_ckpt.policies import SavePolicy
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.session import RootSession
@@ -108,25 +111,30 @@ class Stopwatch:
 
 
 class Saver:
-    """Makes this rank's part of the saves of one root, one at a time. `session` is rank 0's, None elsewhere.
+    """Makes this rank's part of the saves of one run, one at a time.
 
-    A save goes: capture; write and fsync; every rank's outcome to rank 0; commit there; rank 0's outcome to every rank.
+    `session` is rank 0's, `node` that of each node's leader; elsewhere they are None. A save goes: capture; write and fsync;
+    every rank's outcome to rank 0; commit there; rank 0's outcome to every rank. (On several nodes: see `NodeCommit`.)
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
         storage: Storage,
+        nodes: Nodes,
         root: str,
         contents: RunContents,
         policy: SavePolicy,
         retention: Retention,
+        node: NodeSession | None,
         session: RootSession | None,
         token: str,
     ) -> None:
         self.last_save: SaveReport | None = None
         self._coordinator = coordinator
         self._storage = storage
+        self._nodes = nodes
+        self._node = node
         self._root = root
         self._contents = contents
         self._policy = policy
@@ -218,12 +226,31 @@ class Saver:
             nonlocal write_secs
             if isinstance(captured, Exception):
                 raise captured
-            if self._session is not None:
-                self._session.begin(staging)
+            self._begin(staging)
             part = captured.write(staging.path, self._storage)
             write_secs = watch.read()
             return part
 
+        try:
+            size_bytes = self._commit(staging, captured, write)
+        finally:
+            if isinstance(captured, Captured):
+                captured.release()
+        return size_bytes, write_secs
+
+    def _begin(self, staging: Staging) -> None:
+        if self._session is not None:
+            self._session.begin(staging)
+        elif self._node is not None:
+            self._node.begin(staging)
+
+    def _commit(self, staging: Staging, captured: Captured | Exception, write: Callable[[], Any]) -> int:
+        if self._nodes.is_one:
+            return self._commit_on_one(staging, captured, write)
+        commit = NodeCommit(self._coordinator, self._nodes, self._node, self._session, self._storage, staging, captured)
+        return commit.run(write)
+
+    def _commit_on_one(self, staging: Staging, captured: Captured | Exception, write: Callable[[], Any]) -> int:
         def commit(parts: list[Any]) -> int:
             assert isinstance(captured, Captured)
             assert self._session is not None
@@ -234,15 +261,12 @@ class Saver:
         try:
             size_bytes = int(self._coordinator.together(write, commit))
         except BaseException:
-            if self._session is not None:
-                self._session.abandon(staging)
+            if self._node is not None:
+                self._node.store.abandon(staging)
             raise
-        finally:
-            if isinstance(captured, Captured):
-                captured.release()
         if self._session is not None and (pruned := self._session.prune()):
             logger.info("pruned the steps %s", pruned)
-        return size_bytes, write_secs
+        return size_bytes
 
     def _describe(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {

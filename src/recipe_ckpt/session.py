@@ -1,30 +1,28 @@
-"""What only rank 0 does with a root: hold its lease, recover it, resolve where to start, commit, prune."""
+"""What rank 0 decides for all nodes: where to start, what is committed, what is pruned."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from recipe_ckpt.errors import (
     CheckpointError,
-    ConfigError,
     DamagedCheckpointError,
     LineageError,
     NothingToResumeError,
 )
-from recipe_ckpt.lease import Lease
-from recipe_ckpt.manifest import FileEntry
+from recipe_ckpt.manifest import FileEntry, Manifest
 from recipe_ckpt.mirror_session import MirrorSession, OpenRemote
+from recipe_ckpt.node_session import NodeSession, errors_of_the_disk
+from recipe_ckpt.nodes import Report, join_reports, require_one_lineage
 from recipe_ckpt.policies import MirrorPolicy
-from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
+from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, inspect_path
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Staging, Store
-from recipe_ckpt.survey import Commit, Survey, read_commit, read_files, survey
+from recipe_ckpt.store import Origin, Sealed, Staging
+from recipe_ckpt.survey import Commit, Survey, read_commit, read_held
 from recipe_ckpt.uploader import UploadReport
 
 logger = logging.getLogger(__name__)
@@ -33,11 +31,11 @@ BUSY = "busy"
 
 
 class RootSession:
-    """The writer's side of one root, from `open` to `close`. Lives on rank 0 only."""
+    """The decisions of one run, from `open` to `close`. Lives on rank 0 only; `node` is the one that rank 0 is on."""
 
     def __init__(
         self,
-        root: str,
+        node: NodeSession,
         storage: Storage,
         request: Request,
         retention: Retention,
@@ -49,10 +47,11 @@ class RootSession:
         self._storage = storage
         self._request = request
         self._retention = retention
-        self._store = Store(root, storage)
+        self._node = node
+        self._store = node.store
         self._mirror = MirrorSession(mirror_url, self._store, storage, request, mirror_policy, retention, open_remote)
-        self._lease = Lease(root, storage, request.launch_id)
         self._found = Survey()
+        self._newest_elsewhere: Commit | None = None
         self._plan = Plan(())
         self._refused: dict[str, str] = {}
         self._next: Iterator[Candidate] = iter(())
@@ -65,28 +64,21 @@ class RootSession:
     def pending_uploads(self) -> list[int]:
         return self._mirror.pending
 
-    @property
-    def lease_token(self) -> str:
-        return self._lease.token
-
-    def open(self) -> None:
-        """Take the lease, finish what a killed process left, and decide what to start from.
+    def open(self, reports: Sequence[Report]) -> None:
+        """Decide what to start from, when every node has recovered its root; `reports` are theirs, this node's first.
 
         Raises:
-            ConfigError: the root can't be a directory, or not written into.
-            LeaseHeldError: another process writes here.
+            LineageError: the nodes' roots, or root and mirror, are of different runs.
             DamagedCheckpointError: a file can't be read, so nothing may be decided from what lies here.
             CheckpointError: an explicit path can't be used.
             RemoteError: the mirror can't be used, and is needed.
         """
-        self._make_root_and_take_lease()
-        atexit.register(self._lease.release)
-        with _errors_of_the_disk(self._store.root):
-            for line in self._store.recover():
-                logger.warning("%s: %s", self._store.root, line)
+        with errors_of_the_disk(self._store.root):
             self._mirror.clear_pulled()
-            self._found = survey(self._storage, self._store.root)
+            self._found = self._join(reports)
             self._found = self._mirror.join(self._found, next(self._readable_branch(), None))
+            if len(reports) == 1:
+                self._node.found = self._found
             self._plan = self._decide()
         self._refused = dict(self._plan.refused or {})
         self._next = iter(self._plan.candidates)
@@ -94,21 +86,27 @@ class RootSession:
             logger.warning("%s: %s", self._store.root, note)
         self._warn_if_tight()
 
+    def _join(self, reports: Sequence[Report]) -> Survey:
+        if len(reports) == 1:
+            return self._node.found
+        if self._request.mode != "disable":  # which moves all of them aside
+            require_one_lineage(reports)
+        found, elsewhere = join_reports(self._node.found, reports)
+        if elsewhere is not None and elsewhere.newest is not None:
+            manifest = Manifest.decode(elsewhere.newest.encode(), elsewhere.where)
+            digest = next(entry.digest for entry in elsewhere.branch if entry.sequence == manifest.sequence)
+            self._newest_elsewhere = Commit(self._store.path_of(manifest.step), digest, manifest)
+        return found
+
     def next_candidate(self) -> Candidate | None:
-        """Return the next checkpoint worth trying; None means a fresh start. One with a URL is to be pulled first.
+        """Return the next checkpoint to be tried; None means a fresh start. One with a URL is to be pulled first.
 
         Raises:
             NothingToResumeError: checkpoints are here, and none of them can be used.
             CheckpointError: the one that the user named can't be used.
         """
-        while (found := next(self._next, None)) is not None:
-            candidate = self._mirror.locate(found)
-            if candidate.url is not None:
-                return candidate
-            problem = find_problem(self._storage, candidate, self._request.contents)
-            if problem is None:
-                return candidate
-            self.refuse(candidate, problem)
+        if (found := next(self._next, None)) is not None:
+            return self._mirror.locate(found)
         if self._refused:
             raise self._nothing_usable()
         return None
@@ -147,39 +145,46 @@ class RootSession:
             )
         logger.warning("%s: passed over: %s", candidate.path, reason)
 
-    def start_from(self, candidate: Candidate | None) -> str | None:
-        """Make what comes next descend from `candidate`, or from nothing; return the folder of what had to make room."""
-        commit = self._read(candidate)
-        origin = build_origin(candidate, self._request, self._found, commit)
-        archived = None
-        if candidate is None or not candidate.is_inside:
-            with _errors_of_the_disk(self._store.root):
+    def build_origin(self, candidate: Candidate | None) -> tuple[Origin, int]:
+        """Say what comes next descends from, and the last sequence that was given out."""
+        origin = build_origin(candidate, self._request, self._found, self._read(candidate))
+        makes_room = candidate is None or not candidate.is_inside
+        return origin, 0 if makes_room else self._found.last_sequence
+
+    def start(self, origin: Origin, last_sequence: int, *, archive: bool) -> str | None:
+        """Make what comes next descend from `origin`; return the folder of what had to make room."""
+        archived_there = None
+        if archive:
+            with errors_of_the_disk(self._store.root):
                 archived_there = self._mirror.archive()
-                archived = self._store.archive(self._found.lineage) or archived_there
-            self._found = Survey()
-        self._store.adopt(self._found, origin)
+        archived = self._node.start(origin, last_sequence, archive=archive) or archived_there
         self._mirror.clear_pulled()
         self._mirror.begin_uploads()
         return archived
 
     def begin(self, staging: Staging) -> None:
-        self._lease.check()  # before staging is cleared: another process may be writing there by now
-        self._store.begin(staging)
+        self._node.begin(staging)
 
     def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
-        commit = self._store.commit(
-            staging, entries, {**facts, "launch_id": self._request.launch_id}, check_lease=self._lease.check
-        )
+        commit = self._store.commit(staging, entries, self._complete(facts), check_lease=self._node.check_lease)
         self._mirror.add(commit.entry())
         self._mirror.raise_failure()  # when this step is safe here
         return commit
 
-    def abandon(self, staging: Staging) -> None:
-        self._store.abandon(staging)
+    def seal(self, step: int, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Sealed:
+        return self._store.seal(step, entries, self._complete(facts))
+
+    def _complete(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return {**facts, "launch_id": self._request.launch_id}
+
+    def choose_deletions(self, *, present: Collection[int], pinned: Collection[int]) -> list[int]:
+        """Return what retention no longer keeps, and the mirror does not need any more."""
+        return self._mirror.let_go(self._store.choose_deletions(self._retention, present=present, pinned=pinned))
 
     def prune(self) -> list[int]:
         try:
-            return self._store.prune(self._retention, self._mirror.let_go)
+            doomed = self.choose_deletions(present=self._store.list_committed(), pinned=self._store.list_pins())
+            return self._store.delete(doomed)
         except OSError as error:
             logger.warning("%s: nothing was pruned, will be tried again: %s", self._store.root, error)
             return []
@@ -193,22 +198,6 @@ class RootSession:
 
     def close(self) -> None:
         self._mirror.close()
-        self._lease.release()
-        atexit.unregister(self._lease.release)
-
-    def _make_root_and_take_lease(self) -> None:
-        root = self._store.root
-        try:
-            self._storage.make_dirs(root)
-            self._storage.list_dir(root)
-            self._lease.acquire()
-        except OSError as error:
-            raise ConfigError(
-                "checkpoint.default_local_dir",
-                f"{root} ({error.strerror or error})",
-                "a directory that this user may write into",
-                "Choose another one, or mend it.",
-            ) from error
 
     def _warn_if_tight(self) -> None:
         """Compare the free space of the root's own disk with the newest checkpoint: the next one needs as much again."""
@@ -216,7 +205,7 @@ class RootSession:
         if newest is None:
             return
         try:
-            needed = sum(entry.size_bytes for entry in read_files(self._storage, newest).entries)
+            needed = sum(entry.size_bytes for entry in read_held(self._storage, newest).table.entries)
         except CheckpointError:
             return
         free = self._storage.free_bytes(self._store.root)
@@ -245,6 +234,8 @@ class RootSession:
         return inspect_path(self._storage, path, self._store.root)
 
     def _readable_branch(self) -> Iterator[Commit]:
+        if self._newest_elsewhere is not None:
+            yield self._newest_elsewhere
         for entry in self._found.branch:
             try:
                 yield read_commit(self._storage, self._store.path_of(entry.step))
@@ -265,19 +256,3 @@ class RootSession:
             " (checkpoint.resume_mode=disable), which moves these into archive/",
             path=self._store.root,
         )
-
-
-@contextmanager
-def _errors_of_the_disk(root: str) -> Iterator[None]:
-    """Name the file for which the system refused something, and stop there: a start that can't see all decides nothing."""
-    try:
-        yield
-    except CheckpointError:
-        raise  # some derive from OSError, too
-    except OSError as error:
-        path = error.filename or root
-        raise DamagedCheckpointError(
-            f"{path}: {error.strerror or error}. Nothing was started: without this, what lies here can't be told. Mend it,"
-            " then start again",
-            path=path,
-        ) from error

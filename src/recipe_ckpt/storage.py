@@ -52,6 +52,7 @@ class Storage(Readable, Protocol):
     def size_bytes(self, path: str) -> int: ...
     def free_bytes(self, path: str) -> int: ...
     def directory_id(self, path: str) -> int: ...
+    def directory_key(self, path: str) -> str: ...
     def make_dirs(self, path: str) -> None: ...
     def write_file(self, path: str, chunks: Iterable[Buffer], *, name: str, rank: int) -> FileEntry: ...
     def replace_file(self, path: str, data: bytes) -> None: ...
@@ -83,6 +84,11 @@ class LocalStorage:
     def directory_id(self, path: str) -> int:
         """Return a number that a directory keeps when it is moved, and that a copy of it does not have."""
         return os.stat(path).st_ino
+
+    def directory_key(self, path: str) -> str:
+        """Return `<boot>/<device>/<inode>`: equal for two processes of one host only if they see the same directory."""
+        found = os.stat(path)
+        return f"{read_boot_id()}/{found.st_dev}/{found.st_ino}"
 
     def free_bytes(self, path: str) -> int:
         """Return what this user may still write on the disk that holds a directory. A quota may allow less."""
@@ -179,6 +185,15 @@ class LocalStorage:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def read_boot_id() -> str:
+    """Return what tells one boot of a host from another, and from another host's."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def describe_file(path: str, *, name: str, rank: int) -> FileEntry:

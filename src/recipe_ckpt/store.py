@@ -6,10 +6,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from recipe_ckpt import layout
 from recipe_ckpt.errors import CheckpointError
@@ -57,6 +57,39 @@ class Origin:
     branch: tuple[BranchEntry, ...] = ()
     continues: Continues | None = None
 
+    def to_json(self) -> Any:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(
+            raw["lineage"],
+            raw["parent"],
+            tuple((first, last) for first, last in raw["ancestors"]),
+            tuple(BranchEntry(**entry) for entry in raw["branch"]),
+            Continues(**raw["continues"]) if raw["continues"] else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The two records of a commit, and the folders of its files (`.` is the step directory)."""
+
+    table_data: bytes
+    manifest_data: bytes
+    folders: tuple[str, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.decode(self.manifest_data, layout.MANIFEST)
+
+    def to_json(self) -> Any:
+        return {"table": self.table_data.decode(), "manifest": self.manifest_data.decode(), "folders": self.folders}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(raw["table"].encode(), raw["manifest"].encode(), tuple(raw["folders"]))
+
 
 class Store:
     """A root's checkpoints, for its one writer."""
@@ -79,10 +112,10 @@ class Store:
 
     # --- where the next commit comes from
 
-    def adopt(self, found: Survey, origin: Origin) -> None:
-        """Continue as `origin`: the next commit gets its lineage and parent, and the root's next sequence."""
+    def adopt(self, found: Survey, origin: Origin, last_sequence: int) -> None:
+        """Continue as `origin`: the next commit gets its lineage and parent, and the next sequence."""
         self.origin = origin
-        self._last_sequence = found.last_sequence
+        self._last_sequence = last_sequence
         on_branch = {entry.sequence for entry in origin.branch}
         known = [*found.branch, *(commit.entry() for commit in found.others.values())]
         self._left_behind = {entry.step: entry for entry in known if entry.sequence not in on_branch}
@@ -111,19 +144,80 @@ class Store:
         `facts` are the manifest's fields that a store can't know. An existing step of the same number is displaced, never
         overwritten.
         """
-        manifest_data = self._seal(staging, FileTable.of(entries), facts)
-        commit = Commit(
-            self.path_of(staging.step), digest_manifest(manifest_data), Manifest.decode(manifest_data, staging.path)
-        )
+        sealed = self.seal(staging.step, entries, facts)
+        self.prepare(staging, sealed)
         check_lease()
         self._mark_commit(staging)
         self._publish(staging)
-        self._move_on(commit)  # it exists from here on, even if what follows fails
+        commit = self._move_on(sealed)  # it exists from here on, even if what follows fails
         self._sync_publication()
         self._write_pointers()
         self._clear(layout.STAGING_DIR)
         self._clear(layout.TRASH_DIR)
         return commit
+
+    # The same on several nodes, each with a store of its own: `seal` on one of them, then on all `prepare`, `publish` when
+    # all have, `settle` when all have. Until then `undo` takes it back.
+
+    def seal(self, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Sealed:
+        """Make the file table and the manifest of the next commit. Writes nothing."""
+        table = FileTable.of(entries)
+        files_data = table.encode()
+        # Used up from here on, whatever happens: a save that fails may leave its manifest behind.
+        self._last_sequence += 1
+        manifest = Manifest(
+            step=step,
+            sequence=self._last_sequence,
+            lineage=self.origin.lineage,
+            parent=self._find_parent(step),
+            ancestors=self.origin.ancestors,
+            continues=self.origin.continues,
+            created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            files_digest=digest_bytes(files_data).hex(),
+            **facts,
+        )
+        folders = {str(folder) for entry in table.entries for folder in PurePosixPath(entry.path).parents}
+        return Sealed(files_data, manifest.encode(), tuple(sorted(folders)))
+
+    def prepare(self, staging: Staging, sealed: Sealed) -> None:
+        """Write the file table and the manifest into staging, last and in this order. Durable on return."""
+        for folder in sealed.folders:
+            self.storage.sync_dir(os.path.join(staging.path, folder))
+        records = ((layout.FILE_TABLE, sealed.table_data), (layout.MANIFEST, sealed.manifest_data))
+        for name, content in records:
+            self.storage.write_file(os.path.join(staging.path, name), [content], name=name, rank=0)
+        self.storage.sync_dir(staging.path)
+
+    def publish(self, staging: Staging) -> None:
+        """Rename what is prepared to its final name. Durable on return."""
+        self._mark_commit(staging)
+        self._publish(staging)
+        self._sync_publication()
+
+    def settle(self, sealed: Sealed) -> None:
+        """Name what is published in `run.json` and the tracker, and forget what it displaced. Durable on return."""
+        self._move_on(sealed)
+        self._write_pointers()
+        self._clear(layout.STAGING_DIR)
+        self._clear(layout.TRASH_DIR)
+
+    def undo(self, name: str) -> None:
+        """Take back what was prepared or published from the staging directory of that name, if anything was."""
+        path = os.path.join(self._inside(layout.STAGING_DIR), name)
+        marker = path + layout.COMMITTING_SUFFIX
+        if self._is_published(name):
+            step, uid = layout.parse_staging_name(name) or (0, "")
+            torn = os.path.join(self._inside(layout.TRASH_DIR), f"{uid}.torn")
+            self.storage.make_dirs(self._inside(layout.TRASH_DIR))
+            self.storage.rename(self.path_of(step), torn)
+            self._put_back_displaced()
+            self.storage.sync_dir(self.root)
+            self.storage.remove_file(marker)
+            self.storage.remove_tree(torn)
+        elif self.storage.exists(path):
+            if self.storage.exists(marker):
+                self.storage.remove_file(marker)
+            self.storage.remove_tree(path)
 
     def abandon(self, staging: Staging) -> None:
         """Remove what a failed save wrote, and put back what it had displaced; if that fails, the next start does it."""
@@ -157,18 +251,26 @@ class Store:
         self._clear(layout.STAGING_DIR)
         self._clear(layout.TRASH_DIR)
 
-    def prune(self, retention: Retention, let_go: Callable[[list[int]], list[int]] = list) -> list[int]:
-        """Delete what retention no longer keeps, and return the steps. A failure is a warning, tried again next time.
+    def list_committed(self) -> set[int]:
+        return {step for step in list_steps(self.storage, self.root) if self._is_committed(step)}
 
-        `let_go` says which of them may be deleted now. What a rewind left behind is moved into the archive instead: it is
-        newer than what it would make room for.
-        """
-        present = {step for step in list_steps(self.storage, self.root) if self._is_committed(step)}
+    def list_pins(self) -> set[int]:
+        return list_pins(self.storage, self.root)
+
+    def choose_deletions(self, retention: Retention, *, present: Collection[int], pinned: Collection[int]) -> list[int]:
+        """Return the steps that retention no longer keeps."""
         known = [(entry, True) for entry in self.origin.branch]
         known += [(entry, False) for entry in self._left_behind.values()]
         kept = [rate(entry, retention, on_branch) for entry, on_branch in known if entry.step in present]
+        return choose_deletions(kept, retention, pinned=pinned)
+
+    def delete(self, steps: Iterable[int]) -> list[int]:
+        """Delete steps, and return those that are gone. A failure is a warning, tried again next time.
+
+        What a rewind left behind is moved into the archive instead: it is newer than what it would make room for.
+        """
         deleted = []
-        for step in let_go(choose_deletions(kept, retention, pinned=list_pins(self.storage, self.root))):
+        for step in steps:
             try:
                 self._delete(step)
                 deleted.append(step)
@@ -192,10 +294,8 @@ class Store:
 
     def finish_archive(self) -> str | None:
         """Carry out the archiving that an intent file names; return its folder, None without one."""
-        intent = self._inside(layout.ARCHIVING)
-        try:
-            name = self.storage.read(intent).decode()
-        except FileNotFoundError:
+        name = self.read_archiving()
+        if name is None:
             return None
         target = os.path.join(self._inside(layout.ARCHIVE_DIR), name)
         self.storage.make_dirs(target)
@@ -203,13 +303,39 @@ class Store:
             self._move_aside(name, target)
         self.storage.sync_dir(target)
         self.storage.sync_dir(self.root)
-        self.storage.remove_file(intent)
+        self.storage.remove_file(self._inside(layout.ARCHIVING))
         return target
 
     # --- recovery
 
-    def recover(self) -> list[str]:
-        """Finish or undo what a killed process left; return what was done, a line each.
+    def list_unfinished(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Name the staging directories of saves that are whole, with the digests of their manifests.
+
+        Returns those that are still to be renamed, and those that were and may lack what comes after. Reads only.
+        """
+        prepared, published = {}, {}
+        staged = self._list_staging()
+        for name in staged:
+            path = os.path.join(self._inside(layout.STAGING_DIR), name)
+            published_name = name.removesuffix(layout.COMMITTING_SUFFIX)
+            if layout.parse_staging_name(name) and verify(self.storage, path, read_all=False) is None:
+                prepared[name] = read_commit(self.storage, path).digest
+            elif published_name != name and published_name not in staged and self._is_published(published_name):
+                published[published_name] = self.storage.read(path).decode()
+        return prepared, published
+
+    def list_archives(self) -> list[str]:
+        return [entry.name for entry in self.storage.list_dir(self._inside(layout.ARCHIVE_DIR)) if entry.is_dir]
+
+    def read_archiving(self) -> str | None:
+        """Return the folder's name of an archiving that was begun."""
+        try:
+            return self.storage.read(self._inside(layout.ARCHIVING)).decode()
+        except FileNotFoundError:
+            return None
+
+    def recover(self, finish: Collection[str]) -> list[str]:
+        """Finish these of the unfinished saves, and undo all else that a killed process left; return what was done.
 
         Called under the lease, before anything is decided from what lies here.
         """
@@ -218,8 +344,15 @@ class Store:
             done.append(f"finished moving the former run to {archived}")
         self._remove_temporaries()
         for name in self._list_staging():
-            if (parsed := layout.parse_staging_name(name)) and self._finish_commit(name, *parsed):
+            parsed = layout.parse_staging_name(name)
+            if parsed and name in finish and self._finish_commit(name, *parsed):
                 done.append(f"finished the interrupted commit of step {parsed[0]}")
+        for name in self._list_staging():
+            base = name.removesuffix(layout.COMMITTING_SUFFIX)
+            parsed = layout.parse_staging_name(base)
+            if parsed and base not in finish and base != name and self._is_published(base):
+                self.undo(base)
+                done.append(f"took step {parsed[0]} back: its save did not finish on every node")
         done += self._put_back_displaced()
         staged = self._list_staging()
         for name in staged:
@@ -282,30 +415,6 @@ class Store:
 
     # --- steps of the above
 
-    def _seal(self, staging: Staging, table: FileTable, facts: Mapping[str, Any]) -> bytes:
-        """Write the file table and the manifest into staging, last and in this order; return the manifest's bytes."""
-        for folder in sorted({folder for entry in table.entries for folder in PurePosixPath(entry.path).parents}):
-            self.storage.sync_dir(os.path.join(staging.path, folder))
-        files_data = table.encode()
-        # Used up from here on, whatever happens: a save that fails may leave its manifest behind.
-        self._last_sequence += 1
-        manifest = Manifest(
-            step=staging.step,
-            sequence=self._last_sequence,
-            lineage=self.origin.lineage,
-            parent=self._find_parent(staging.step),
-            ancestors=self.origin.ancestors,
-            continues=self.origin.continues,
-            created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            files_digest=digest_bytes(files_data).hex(),
-            **facts,
-        )
-        data = manifest.encode()
-        for name, content in ((layout.FILE_TABLE, files_data), (layout.MANIFEST, data)):
-            self.storage.write_file(os.path.join(staging.path, name), [content], name=name, rank=0)
-        self.storage.sync_dir(staging.path)
-        return data
-
     def _find_parent(self, step: int) -> str | None:
         """A step saved again takes the parent of the one that it displaces: that one's manifest will be gone."""
         if self.origin.branch and self.origin.branch[0].step == step:
@@ -319,7 +428,8 @@ class Store:
         """Leave a mark beside the staging: with it an old tracker is an interrupted commit, without it a user's edit."""
         marker = staging.path + layout.COMMITTING_SUFFIX
         if not self.storage.exists(marker):
-            self.storage.write_file(marker, [], name=layout.COMMITTING_SUFFIX, rank=0)
+            digest = read_commit(self.storage, staging.path).digest.encode()
+            self.storage.write_file(marker, [digest], name=layout.COMMITTING_SUFFIX, rank=0)
         self.storage.sync_dir(os.path.dirname(marker))
 
     def _publish(self, staging: Staging) -> None:
@@ -331,6 +441,17 @@ class Store:
     def _sync_publication(self) -> None:
         self.storage.sync_dir(self._inside(layout.STAGING_DIR))
         self.storage.sync_dir(self.root)
+
+    def _is_published(self, name: str) -> bool:
+        """Say whether the staging directory of that name was renamed to its step, and is there."""
+        parsed = layout.parse_staging_name(name)
+        marker = os.path.join(self._inside(layout.STAGING_DIR), name + layout.COMMITTING_SUFFIX)
+        try:
+            return parsed is not None and (
+                read_commit(self.storage, self.path_of(parsed[0])).digest == self.storage.read(marker).decode()
+            )
+        except (CheckpointError, OSError):
+            return False
 
     def _is_committed(self, step: int) -> bool:
         return self.storage.exists(os.path.join(self.path_of(step), layout.MANIFEST))
@@ -371,9 +492,13 @@ class Store:
         self._left_behind.pop(step, None)
         logger.warning("%s: this run does not descend from it; it lies in %s now", self.path_of(step), moved)
 
-    def _move_on(self, commit: Commit) -> None:
+    def _move_on(self, sealed: Sealed) -> Commit:
+        """Make a published step the one that the next commit descends from."""
         self._are_pointers_behind = True
+        manifest = sealed.manifest
+        commit = Commit(self.path_of(manifest.step), digest_manifest(sealed.manifest_data), manifest)
         entry = commit.entry()
+        self._last_sequence = max(self._last_sequence, entry.sequence)
         self._left_behind.pop(entry.step, None)
         branch = (entry, *(old for old in self.origin.branch if old.step != entry.step))
         self.origin = Origin(
@@ -383,6 +508,7 @@ class Store:
             branch=branch,
             continues=self.origin.continues,
         )
+        return commit
 
     def _write_pointers(self) -> None:
         present = list_steps(self.storage, self.root)

@@ -17,7 +17,9 @@ from recipe_ckpt.manifest import (
     FileEntry,
     FileTable,
     Manifest,
+    NodeNote,
     RunRecord,
+    describe_bytes,
     digest_bytes,
     digest_manifest,
     is_in_ranges,
@@ -96,6 +98,53 @@ def read_files(storage: Readable, commit: Commit) -> FileTable:
     return FileTable.decode(data, path)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Of a checkpoint's files those that should lie here. `ranks` wrote them; None: all that saved it."""
+
+    table: FileTable
+    ranks: frozenset[int] | None = None
+
+
+def read_held(storage: Readable, commit: Commit) -> Held:
+    """Say which files should be here: all, or on a node's own disk those that its notes list.
+
+    Notes of several nodes lie side by side where their directories were copied together.
+
+    Raises:
+        DamagedCheckpointError: as `read_files`; or the notes are missing or changed.
+    """
+    table = read_files(storage, commit)
+    notes = [entry for entry in table.entries if layout.is_node_note_name(entry.path)]
+    if not notes:
+        return Held(table)
+    present = {entry.name for entry in storage.list_dir(commit.path)}
+    found = [_read_note(storage, commit, entry) for entry in notes if entry.path in present]
+    if not found:
+        names = [entry.path for entry in notes]
+        raise DamagedCheckpointError(
+            f"{commit.path}: has none of {names}, which list the files of one node each",
+            step=commit.manifest.step,
+            path=commit.path,
+        )
+    paths = {path for note in found for path in note.paths}
+    ranks = frozenset(rank for note in found for rank in note.ranks)
+    return Held(FileTable(tuple(entry for entry in table.entries if entry.path in paths)), ranks)
+
+
+def _read_note(storage: Readable, commit: Commit, entry: FileEntry) -> NodeNote:
+    path = os.path.join(commit.path, entry.path)
+    try:
+        data = storage.read(path)
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {error}", step=commit.manifest.step, path=path) from error
+    if describe_bytes(data, name=entry.path, rank=entry.rank) != entry:
+        raise DamagedCheckpointError(f"{path}: changed since the commit", step=commit.manifest.step, path=path)
+    return NodeNote.decode(data, path)
+
+
 def find_damage(storage: Storage, directory: str, entries: Iterable[FileEntry], *, read_all: bool) -> str | None:
     """Compare files with their entries by name and size, and by digest if `read_all`; name the first that differs."""
     for entry in entries:
@@ -115,7 +164,7 @@ def verify(storage: Storage, path: str, *, read_all: bool) -> str | None:
     """Say what is wrong with a committed checkpoint: `quick` by names and sizes, or by every byte. None: it is whole."""
     try:
         commit = read_commit(storage, path)
-        return find_damage(storage, path, read_files(storage, commit).entries, read_all=read_all)
+        return find_damage(storage, path, read_held(storage, commit).table.entries, read_all=read_all)
     except FileNotFoundError:
         return f"{layout.MANIFEST} is missing: it was never committed"
     except (CheckpointError, OSError) as error:

@@ -268,12 +268,15 @@ def _join_inspections(found: Sequence[Mapping[str, str | None] | None]) -> str |
     Raises:
         RootNotSharedError: it is whole, but ranks run where their files are not; an older one would be no better.
     """
-    problems = [report["problem"] for report in found if report and report["problem"]]
-    missing = [report["missing"] for report in found if report and report["missing"]]
+    reports = [report for report in found if report is not None]
+    if len(reports) == 1 and reports[0]["problem"]:
+        return reports[0]["problem"]
+    problems = [f"{report['where']}: {report['problem']}" for report in reports if report["problem"]]
+    missing = [f"{report['where']}: {report['missing']}" for report in reports if report["missing"]]
     if problems or not missing:
-        return "; ".join(map(str, problems)) or None
+        return "; ".join(problems) or None
     raise RootNotSharedError(
-        f"checkpoint.default_local_dir: nodes keep their own files, and {'; '.join(map(str, missing))}. Start as many ranks,"
+        f"checkpoint.default_local_dir: nodes keep their own files, and {'; '.join(missing)}. Start as many ranks,"
         " each on the node where it was; or copy the step's directories of all nodes together, on each node or a shared disk"
     )
 

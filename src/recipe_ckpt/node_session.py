@@ -108,8 +108,7 @@ class NodeSession:
         own = self.localize(candidate)
         problem = find_problem(self._storage, own, contents)
         missing = None if problem or own.digest is None else self._find_missing(own, world_size)
-        where = f"{own.path} on {self.node.host}: "
-        return {"problem": problem and where + problem, "missing": missing and where + missing}
+        return {"where": f"{own.path} on {self.node.host}", "problem": problem, "missing": missing}
 
     def _find_missing(self, candidate: Candidate, world_size: int) -> str | None:
         commit = read_commit(self._storage, candidate.path)

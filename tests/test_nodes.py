@@ -1,6 +1,5 @@
 """Nodes with disks of their own: each keeps its ranks' files, and a checkpoint is one only if all nodes have it."""
 
-import errno
 import os
 import shutil
 
@@ -23,10 +22,7 @@ from recipe_ckpt.nodes import (
 from recipe_ckpt.storage import LocalStorage
 from recipe_ckpt.survey import Survey, read_commit, read_held, verify
 from tests.test_save import VerlEngine
-from tests.tiny import Run, TinyEngine, cut_in_half, flip_a_bit, list_steps, run_in_child, run_world
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
+from tests.tiny import Run, TinyEngine, cut_in_half, flip_a_bit, list_steps, run_world
 
 def launch(place, *steps, disks=(0, 1), engine=TinyEngine, storages=(), **options):
     """Run ranks whose roots lie on these disks; return what each one started from, or the error that ended it."""
@@ -315,7 +311,6 @@ def test_fresh_start_moves_the_former_run_aside_on_each_node(place):
 def test_fresh_start_that_moved_only_one_node_is_ended_at_the_next(place):
     launch(place, 5)
     lineage = read_commit(LocalStorage(), str(step_of(place, 0, 5))).manifest.lineage
-    Run(root_of(place, 0)).handler._storage.make_dirs(str(root_of(place, 0)))
     root_of(place, 0).joinpath(".archiving").write_text(lineage)
     assert launch(place, 7) == [0, 0]
     assert steps_by_disk(place) == [[7], [7]]
@@ -359,34 +354,3 @@ def test_mirror_of_nodes_roots_is_refused_at_start(place):
     outcomes = launch(place, default_hdfs_dir=str(place / "mirror"))
     assert [type(error) for error in outcomes] == [ConfigError, ConfigError]
     assert all("null where nodes keep their own files" in str(error) for error in outcomes)
-
-
-# --- failures
-
-
-class FailingStorage(LocalStorage):
-    """Refuses the n-th change of the disk, once."""
-
-    def __init__(self, operations):
-        self.left = operations
-
-    def _count(self):
-        self.left -= 1
-        if self.left == -1:
-            raise OSError(errno.EIO, "Input/output error")
-
-    def write_file(self, path, chunks, *, name, rank):
-        self._count()
-        return super().write_file(path, chunks, name=name, rank=rank)
-
-    def rename(self, source, target):
-        self._count()
-        super().rename(source, target)
-
-    def sync_dir(self, path):
-        self._count()
-        super().sync_dir(path)
-
-    def remove_tree(self, path):
-        self._count()
-        super().remove_tree(path)

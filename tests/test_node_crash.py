@@ -1,7 +1,9 @@
 """Kill nodes, or fail their disks, at each operation of a save: afterwards all have it whole, or none has it."""
 
 import errno
+import os
 import shutil
+import time
 
 import pytest
 
@@ -99,19 +101,53 @@ def test_all_nodes_die_at_each_point_of_one_nodes_fresh_start(place, disk):
             break
 
 
+class DyingAt(LocalStorage):
+    """Ends the process where it would make a file or directory of this name, when the other node has published."""
+
+    def __init__(self, name, other=None):
+        self.name, self.other = name, other
+
+    def _die_at(self, name):
+        if name != self.name:
+            return
+        deadline = time.monotonic() + 20
+        while self.other and not (list(self.other.glob(".trash/*.by-*")) and list(self.other.glob("global_step_10"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        os._exit(KILLED)
+
+    def write_file(self, path, chunks, *, name, rank):
+        self._die_at(name)
+        return super().write_file(path, chunks, name=name, rank=rank)
+
+    def rename(self, source, target):
+        self._die_at(os.path.basename(target))
+        super().rename(source, target)
+
+
 @pytest.mark.parametrize("disk", [0, 1])
-def test_all_nodes_die_at_each_point_of_one_nodes_recovery(place, disk):
-    """The save before died when both nodes had prepared, or one of them had published."""
-    for first in (22, 28):
-        spot = place / str(first)
-        prepare(spot / "before")
-        storages = storages_with(1 - disk, DyingStorage(first))
-        assert run_in_child(lambda s=spot, t=storages: launch(s / "before", save(10, 10.5), t)) == KILLED
+@pytest.mark.parametrize(
+    ("died_at", "is_lost", "value"),
+    [
+        ("manifest.json", False, 10.0),  # one node may have prepared, the other has not
+        (".committing", False, 10.5),  # both have prepared
+        ("global_step_10", False, 10.5),  # one has prepared, the other has published
+        ("global_step_10", True, 10.0),  # the same, and what was prepared is lost
+    ],
+)
+def test_all_nodes_die_at_each_point_of_a_recovery(place, disk, died_at, is_lost, value):
+    prepare(place / "before")
+    roots = [place / "before" / f"disk{number}" for number in (0, 1)]
+    storage = DyingAt(died_at, roots[1 - disk] if died_at == "global_step_10" else None)
+    assert run_in_child(lambda: launch(place / "before", save(10, 10.5), storages_with(disk, storage))) == KILLED
+    if is_lost:
+        shutil.rmtree(roots[disk] / ".staging")
+    for dying in (disk, 1 - disk):
         for point in range(2000):
-            copy = shutil.copytree(spot / "before", spot / f"run{point}")
-            storages = storages_with(disk, DyingStorage(point))
+            copy = shutil.copytree(place / "before", place / "run")
+            storages = storages_with(dying, DyingStorage(point))
             code = run_in_child(lambda c=copy, s=storages: launch(c, lambda run: None, s))
-            check_after(copy, {(10, 10.0), (10, 10.5)})
+            check_after(copy, {(10, value)})
             shutil.rmtree(copy)
             if code == 0:
                 break

@@ -24,6 +24,7 @@ from recipe_ckpt.survey import Survey, read_commit, read_held, verify
 from tests.test_save import VerlEngine
 from tests.tiny import Run, TinyEngine, cut_in_half, flip_a_bit, list_steps, run_world
 
+
 def launch(place, *steps, disks=(0, 1), engine=TinyEngine, storages=(), **options):
     """Run ranks whose roots lie on these disks; return what each one started from, or the error that ended it."""
 

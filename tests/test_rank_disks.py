@@ -7,9 +7,9 @@ import pytest
 
 from recipe_ckpt.errors import RankError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.loading import Resumer
+from recipe_ckpt.node_session import NodeSession
+from recipe_ckpt.nodes import Node, Nodes
 from recipe_ckpt.policies import LoadPolicy
-from recipe_ckpt.resume import Request
-from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage
 from tests.test_save import VerlEngine
 from tests.tiny import Run, TinyEngine, list_steps, run_in_child, run_world
@@ -77,15 +77,20 @@ def test_rank_whose_disk_lags_resumes_the_same_step(place, looks):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_root_on_the_ranks_own_disks_is_refused_naming_a_rank(place, stale):
+def test_root_that_only_seems_to_be_shared_is_refused_naming_a_rank(place, stale):
+    """Two hosts of one name and boot, such as copies of a running machine: the lease of the one is not seen by the other."""
+
     def work(coordinator):
         root = str(place / f"node{coordinator.rank}")
-        session = RootSession(root, LocalStorage(), Request("auto", None, "launch-1", ())) if coordinator.rank == 0 else None
+        nodes = Nodes((Node((0, 1), "host", root),))
+        node = NodeSession(nodes.all[0], LocalStorage(), "launch-1") if coordinator.rank == 0 else None
+        LocalStorage().make_dirs(root)
         try:
-            Resumer(coordinator, LocalStorage(), root, None, LoadPolicy(), session, visible_within_secs=0.3).open()
+            resumer = Resumer(coordinator, LocalStorage(), nodes, root, None, LoadPolicy(), node, None, visible_within_secs=0.3)
+            resumer.open()
         finally:
-            if session:
-                session.close()
+            if node:
+                node.close()
 
     if stale:
         assert run_in_child(lambda: Run(place / "node1").__enter__()) == 0

@@ -18,7 +18,7 @@ from recipe_ckpt.mirror_session import MirrorSession, OpenRemote
 from recipe_ckpt.node_session import NodeSession, errors_of_the_disk
 from recipe_ckpt.nodes import Report, join_reports, require_one_lineage
 from recipe_ckpt.policies import MirrorPolicy
-from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, inspect_path
+from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Origin, Sealed, Staging

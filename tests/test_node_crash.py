@@ -15,6 +15,7 @@ from tests.tiny import Run, TinyEngine, list_steps, run_in_child, run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
+NEVER = 10**9
 TOLERANT = SavePolicy(on_failure="warn")
 
 
@@ -168,10 +169,10 @@ def test_one_node_dies_and_the_other_hears_of_it(place, disk):
 
 
 class FailingStorage(LocalStorage):
-    """Refuses the n-th change of the disk, once; `has_failed` says that it did."""
+    """Refuses the change of the disk before which `left` others were to be done, once; `has_failed` says that it did."""
 
-    def __init__(self, operations):
-        self.left, self.has_failed = operations, False
+    def __init__(self):
+        self.left, self.has_failed = NEVER, False
 
     def _count(self):
         self.left -= 1
@@ -195,16 +196,17 @@ class FailingStorage(LocalStorage):
 @pytest.mark.parametrize("disk", [0, 1])
 @pytest.mark.parametrize("step", [20, 10])
 def test_failed_save_of_one_node_is_taken_back_on_all_and_the_next_one_works(place, disk, step):
-    def act(run):
-        storage = run.handler._storage
-        storage.left = point if run.engine.rank == disk else -2
-        save(step, step + 0.5)(run)
-        storage.left = -2
-        save(30, 30.5)(run)
-
     failed = 0
     for point, copy in copies(place):
-        storages = [FailingStorage(-2), FailingStorage(-2)]
+        storages = [FailingStorage(), FailingStorage()]
+
+        def act(run, point=point, storages=storages):
+            if run.engine.rank == disk:
+                storages[disk].left = point
+            save(step, step + 0.5)(run)
+            storages[disk].left = NEVER
+            save(30, 30.5)(run)
+
         outcomes = launch(copy, act, storages, save_policy=TOLERANT)
         assert outcomes == [None, None], outcomes
         steps = [list_steps(copy / f"disk{number}") for number in (0, 1)]

@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 
 import pytest
 import safetensors
@@ -282,6 +283,44 @@ def test_box_larger_than_a_band_is_read_by_columns(tmp_path):
     target = torch.zeros(5 << 10, 100, dtype=torch.int64)
     read_boxes(str(tmp_path), entries, "model", part, {"w": [LocalBox(Box((0, 300), (5 << 10, 100)), target)]})
     assert torch.equal(target, original[:, 300:400])
+
+
+def write_to_disks(place, tensors, disks):
+    """Write a replicated state from ranks with these disks; return the entries by name of each directory."""
+    state = {"model": PartState(tensors)}
+    plans = [[plan_write("model", state["model"], rank, len(disks), disks)] for rank in range(len(disks))]
+    written = []
+    for rank, disk in enumerate(disks):
+        (place / str(disk)).mkdir(exist_ok=True)
+        written.append(TensorSnapshot(plans[rank]).write(str(place / str(disk)), LocalStorage()))
+    joined = TensorSnapshot(plans[0]).finish(str(place / "0"), LocalStorage(), [part.fragment for part in written])
+    held = {disk: [*joined] for disk in disks}
+    for rank, part in enumerate(written):
+        held[disks[rank]] += part.entries
+    for disk in set(disks) - {0}:
+        shutil.copy(place / "0" / "index.json", place / str(disk))
+    return {disk: {entry.path: entry for entry in entries} for disk, entries in held.items()}
+
+
+@pytest.mark.parametrize("disks", [(0, 2), (0, 0, 2, 2), (0, 2, 0, 2), (0, 0, 0, 3)])
+def test_each_disk_alone_and_all_together_give_replicated_tensors_back(tmp_path, disks):
+    tensors = {f"w{n}": torch.rand(n, 3) for n in range(1, 7)}
+    held = write_to_disks(tmp_path, tensors, disks)
+    for disk in held:
+        shutil.copytree(tmp_path / str(disk), tmp_path / "all", dirs_exist_ok=True)
+    everything = {name: entry for entries in held.values() for name, entry in entries.items()}
+    for directory, entries in [*((str(disk), held[disk]) for disk in held), ("all", everything)]:
+        wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        read_all(tmp_path / directory, entries, wanted)
+        assert all(torch.equal(wanted[name], tensor) for name, tensor in tensors.items())
+
+
+def test_two_ranks_that_write_the_same_to_one_disk_are_refused():
+    declaration = Declaration({"w": ("F32", (4, 2))}, {}, {})
+    fragments = [{"model": build_fragment(declaration, [(0, 0, Box.whole((4, 2)))])} for _ in range(2)]
+    assert merge_fragments({"model": declaration}, fragments, (0, 1)).parts["model"].tensors
+    with pytest.raises(SaveFailedError, match="overlap"):
+        merge_fragments({"model": declaration}, fragments, (0, 0))
 
 
 def test_index_comes_back_equal():

@@ -9,7 +9,7 @@ CheckpointError
 ├── DataMismatchError (ValueError)              the data position does not fit this data set or loader
 ├── LineageError (ValueError)                   a checkpoint of another run, or a renamed one
 ├── LeaseHeldError (RuntimeError)               another process writes into this root
-├── RootNotSharedError (RuntimeError)           the ranks do not see one file system
+├── RootNotSharedError (RuntimeError)           what a rank needs lies on another node's disk
 ├── SaveFailedError (RuntimeError)              a save did not become a checkpoint
 ├── UploadFailedError (RuntimeError)            the mirror fell behind, and `on_upload_failure` is `raise`
 ├── RemoteError (OSError)                       the mirror's server
@@ -85,7 +85,7 @@ class LeaseHeldError(CheckpointError, RuntimeError):
 
 
 class RootNotSharedError(CheckpointError, RuntimeError):
-    """Not every rank sees the checkpoint root of rank 0."""
+    """A rank does not see the root that it should share, or runs on another node than its files."""
 
 
 class SaveFailedError(CheckpointError, RuntimeError):

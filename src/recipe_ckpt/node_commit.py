@@ -66,11 +66,11 @@ class NodeCommit:
             together(lambda: self._prepare(order), _nothing)
             together(self._publish, _nothing)
         except BaseException as error:
-            if self._is_in_doubt(error):
-                raise RankError(
-                    f"{error}; whether step {self._staging.step} was saved, the next start finds out", is_final=True
-                ) from error
-            self._undo()
+            if not self._is_in_doubt(error):
+                self._undo()
+            elif isinstance(error, RankError):
+                outlook = f"whether step {self._staging.step} was saved, the next start finds out"
+                raise RankError(f"{error}; {outlook}", is_final=True) from error
             raise
         doomed = together(lambda: self._settle(order), self._choose_deletions)
         self._delete(doomed)
@@ -152,7 +152,8 @@ class NodeCommit:
         """Say whether rank 0's verdict may be another one than this failure: it was not read."""
         if self._coordinator.rank == 0:
             return False
-        return isinstance(error, RankTimeoutError) or (isinstance(error, RankError) and error.is_final)
+        is_unread = isinstance(error, RankTimeoutError) or (isinstance(error, RankError) and error.is_final)
+        return is_unread or not isinstance(error, Exception)
 
     def _get_captured(self) -> Captured:
         assert isinstance(self._captured, Captured), "a failed capture ends the first exchange"

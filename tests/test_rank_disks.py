@@ -86,7 +86,9 @@ def test_root_that_only_seems_to_be_shared_is_refused_naming_a_rank(place, stale
         node = NodeSession(nodes.all[0], LocalStorage(), "launch-1") if coordinator.rank == 0 else None
         LocalStorage().make_dirs(root)
         try:
-            resumer = Resumer(coordinator, LocalStorage(), nodes, root, None, LoadPolicy(), node, None, visible_within_secs=0.3)
+            resumer = Resumer(
+                coordinator, LocalStorage(), nodes, root, None, LoadPolicy(), node, None, visible_within_secs=0.3
+            )
             resumer.open()
         finally:
             if node:

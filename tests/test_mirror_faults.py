@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from recipe_ckpt.errors import (
 )
 from recipe_ckpt.manifest import Manifest, digest_bytes
 from recipe_ckpt.policies import LoadPolicy, SavePolicy
+from recipe_ckpt.sft.loop import run
 from recipe_ckpt.storage import LocalStorage
 from recipe_ckpt.survey import survey
 from recipe_ckpt.validation import validate_checkpoint
@@ -28,6 +30,7 @@ from tests.test_crash import check_litter, check_whole, sweep
 from tests.test_mirror import read_tree, to, wait_until
 from tests.test_resume import make_foreign, resume_foreign
 from tests.tiny import Run, TinyEngine, cut_in_half, list_steps, make_checkpoints, resume, run_world
+from tests.toy import compose_toy, train_toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -230,6 +233,23 @@ class TestEnd:
             assert begun.wait(20)
             raise SystemExit(143)
         assert "the steps [2] are NOT there. They are whole" in caplog.text
+
+    def test_a_signal_ends_the_wait_of_a_finished_run_too(self, root, caplog):
+        caplog.set_level(logging.INFO)
+        keys = [f"checkpoint.default_local_dir={root}", "trainer.total_training_steps=2"]
+        train_toy(*keys)
+
+        def stop():
+            wait_until(lambda: "waiting for the steps" in caplog.text, within_secs=60)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+        threading.Thread(target=stop, daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(SystemExit, match="143"):
+            run(compose_toy(*keys, "checkpoint.default_hdfs_dir=hdfs://127.0.0.1:1/x"))
+        assert time.monotonic() - begin < 60
+        assert "later tries may succeed. Resuming" in caplog.text
+        assert "the steps [2] are NOT there" in caplog.text
 
 
 class TestPull:

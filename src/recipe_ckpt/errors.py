@@ -122,6 +122,11 @@ class RankTimeoutError(RankError, TimeoutError):
     """Another rank did not answer within `rank_timeout_secs`; the message names it."""
 
 
+def to_clause(error: BaseException) -> str:
+    """Return an error's message without its full stop, for the middle of another one."""
+    return str(error).rstrip(".")
+
+
 def can_be_mended(error: CheckpointError) -> bool:
     """Say whether its message is all that a user needs to go on.
 

@@ -19,6 +19,7 @@ from recipe_ckpt.errors import (
     LineageError,
     NothingToResumeError,
     RemoteError,
+    to_clause,
 )
 from recipe_ckpt.manifest import BranchEntry
 from recipe_ckpt.mirror import Claim, Mirror, join_surveys
@@ -179,16 +180,16 @@ class MirrorSession:
         is_needed = newest_here is None or self._request.mode != "auto" or self._policy.on_failure == "raise"
         if is_needed:
             raise type(error)(
-                f"checkpoint.default_hdfs_dir: {self._mirror.url} can't be used: {error}. Allowed is a mirror that this user"
-                " can reach and write into. Mend it, write checkpoint.default_hdfs_dir=null to go on without it, or, where a"
-                " whole checkpoint lies here, checkpoint.on_upload_failure=warn",
+                f"checkpoint.default_hdfs_dir: {self._mirror.url} can't be used: {to_clause(error)}. Allowed is a mirror that"
+                " this user can reach and write into. Mend it, write checkpoint.default_hdfs_dir=null to go on without it,"
+                " or, where a whole checkpoint lies here, checkpoint.on_upload_failure=warn",
                 path=self._mirror.url,
             ) from error
         if self._policy.on_failure == "warn":
             logger.warning(
                 "%s can't be used: %s. Resuming from what lies in %s; uploads are tried again later",
                 self._mirror.url,
-                error,
+                to_clause(error),
                 self._store.root,
             )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from recipe_ckpt import layout
-from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, RemoteUnreachableError, UploadFailedError
+from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, RemoteUnreachableError, UploadFailedError, to_clause
 from recipe_ckpt.manifest import BranchEntry, FileTable
 from recipe_ckpt.mirror import Claim, Mirror, StepGoneError
 from recipe_ckpt.policies import MirrorPolicy
@@ -128,8 +128,8 @@ class Uploader:
             failure = self._failure
         if failure is not None and self._policy.on_failure == "raise":
             raise UploadFailedError(
-                f"{self._mirror.url}: the steps {self.pending} could not be uploaded: {failure}. They are whole on the local"
-                " disk; mend the mirror and start again, or write checkpoint.on_upload_failure=warn",
+                f"{self._mirror.url}: the steps {self.pending} could not be uploaded: {to_clause(failure)}. They are whole on"
+                " the local disk; mend the mirror and start again, or write checkpoint.on_upload_failure=warn",
                 path=self._mirror.url,
             ) from failure
 
@@ -160,7 +160,7 @@ class Uploader:
         if self._thread.is_alive():
             self._thread.join()
         if steps := self.pending:
-            cause = f" ({self._failure})" if self._failure else ""
+            cause = f" ({to_clause(self._failure)})" if self._failure else ""
             self._log(
                 f"{self._mirror.url}: the steps {steps} are NOT there{cause}. They are whole in {self._root}; the next start"
                 " sends them"
@@ -235,7 +235,9 @@ class Uploader:
             self._is_told = False
         elif not self._is_told and not self._closing.is_set():
             self._is_told = True  # once an outage
-            self._log(f"{self._mirror.url}: the steps {self.pending} wait: {error}. It is tried again until it works")
+            self._log(
+                f"{self._mirror.url}: the steps {self.pending} wait: {to_clause(error)}. It is tried again until it works"
+            )
 
     def _log(self, message: str) -> None:
         if self._policy.on_failure != "ignore":

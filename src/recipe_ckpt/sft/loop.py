@@ -112,10 +112,10 @@ def run(recipe: Recipe) -> float | None:
                 log.info("This run is finished: step %d of %d. Nothing is trained.", current.step, current.total_steps)
             refuse_finished(current.handler.resume_point.changes, current.step)
             measure_finished(current, stop)
-            return current.metric
-        for _ in train(current, stop):
-            pass
-        show_answers(current)
+        else:
+            for _ in train(current, stop):
+                pass
+            show_answers(current)
         current.handler.finish_uploads(lambda: stop.is_set)
         if stop.is_set:
             stop.leave()

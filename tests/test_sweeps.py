@@ -57,6 +57,7 @@ def name_job(*overrides):
         ),
         (["optim.lr=0.2"], ["optim.lr=0.2", "hydra.job.chdir=true", "trainer.audit_file=/a", "optimized_metric=train/loss"]),
         (["optim.lr=0.2"], ["optim.lr=0.2", "+checkpoint@eval_checkpoint=fresh", "eval_checkpoint.keep_every=2"]),
+        (["optim.lr=0.2"], ["optim.lr=0.2", "+compat=verl", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=disable"]),
         (["~data"], ["~data=arithmetic"]),
         (["optim.betas=[0.9,1]"], ["optim.betas=[0.9,1.0]"]),
         (["model=tiny"], ["model=toy", "model=tiny"]),

@@ -20,6 +20,7 @@ _NOT_OF_AN_EXPERIMENT = (
     *("hydra", "hydra[./]*", "checkpoint", "checkpoint.*", "launch", "launch.*", "engine.strategy"),
     *("sweep", "hparams_search", "compat", "local", "optimized_metric"),
     *("trainer.project_name", "trainer.experiment_name", "trainer.device", "trainer.logger", "trainer.audit_file"),
+    *("trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.max_ckpt_to_keep", "trainer.resume_*"),  # compat=verl
     *("trainer.save_freq", "trainer.save_interval_mins", "trainer.test_freq", "trainer.log_freq"),
     *("data.num_workers", "data.prefetch_factor", "data.micro_batch_size_per_gpu"),
     *("*._partial_", "*._convert_"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -142,7 +143,7 @@ def test_a_datanode_that_is_killed_in_mid_upload_costs_nothing(hdfs, hdfs_url, t
 
     killed = threading.Event()
     remote = WatchedRemote(connect(hdfs_url), kill_once)
-    with Run(tmp_path / "root", **to(hdfs_url, open_remote=lambda url: remote)) as run:
+    with closing(remote.inner), Run(tmp_path / "root", **to(hdfs_url, open_remote=lambda url: remote)) as run:
         run.save(2, 4)
         assert killed.wait(30)
     hdfs.restart()
@@ -218,7 +219,8 @@ def test_an_uploader_that_is_killed_30_times_sends_every_file_once(hdfs_url, tmp
     killer = threading.Thread(target=kill_now_and_then)
     steps = list(range(2, 22, 2))
     engine = TinyEngine()
-    with Run(tmp_path / "root", engine=engine, **to(hdfs_url, open_remote=lambda url: remote, max_pending=100)) as run:
+    options = to(hdfs_url, open_remote=lambda url: remote, max_pending=100)
+    with closing(remote.inner), Run(tmp_path / "root", engine=engine, **options) as run:
         killer.start()
         run.save(*steps)
         while len(kills) < 30 and killer.is_alive():

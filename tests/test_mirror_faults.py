@@ -267,8 +267,12 @@ class TestPull:
 
         remote = WatchedRemote(str(mirror), interrupt)
         remote.close = is_closed.set
-        with pytest.raises(KeyboardInterrupt):
-            resume(root, **to(mirror, remote))
+        former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to it
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                resume(root, **to(mirror, remote))
+        finally:
+            signal.signal(signal.SIGINT, former)
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("recipe")]
         assert not (root / ".lease.json").exists()
         assert resume(root, **to(mirror)) == 2

@@ -1,5 +1,6 @@
 """What can go wrong around a mirror beside an outage: odd places, strangers in it, damage, interruptions."""
 
+import _thread
 import errno
 import json
 import logging
@@ -260,7 +261,7 @@ class TestPull:
 
         def interrupt(number, name):
             if name == "get_file" and first.acquire(blocking=False):
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                _thread.interrupt_main()  # as SIGINT would, but heard by a process that blocks it, too
                 assert is_closed.wait(20)
             if is_closed.is_set():
                 raise RemoteUnreachableError("the client was closed")

@@ -274,7 +274,7 @@ class TestPull:
                 resume(root, **to(mirror, remote))
         finally:
             signal.signal(signal.SIGINT, former)
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("recipe")]
+        assert not [thread.name for thread in threading.enumerate() if "pull" in thread.name or "mirror" in thread.name]
         assert not (root / ".lease.json").exists()
         assert resume(root, **to(mirror)) == 2
 

@@ -23,6 +23,18 @@ def place():
         yield Path(folder)
 
 
+@pytest.fixture
+def root(tmp_path):
+    """Where a run's root is to be; not made yet."""
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    """A directory beside the root, for its mirror; not made yet."""
+    return tmp_path / "mirror"
+
+
 HDFS_MISSING = pytest.StashKey[str]()
 
 

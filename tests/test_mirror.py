@@ -23,16 +23,6 @@ from tests.remotes import CHANGES, WatchedRemote, assert_whole
 from tests.tiny import Run, cut_in_half, list_steps, make_checkpoints, resume
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def mirror(tmp_path):
-    return tmp_path / "mirror"
-
-
 def to(mirror, remote=None, **policy):
     """Options of a run with a mirror."""
     remote = remote or WatchedRemote(str(mirror))

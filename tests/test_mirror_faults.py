@@ -36,16 +36,6 @@ from tests.toy import compose_toy, train_toy
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def mirror(tmp_path):
-    return tmp_path / "mirror"
-
-
 def name_branch(mirror):
     return [entry.step for entry in survey(LocalStorage(), str(mirror)).branch]
 

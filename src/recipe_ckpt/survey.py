@@ -87,14 +87,8 @@ def read_files(storage: Readable, commit: Commit) -> FileTable:
         DamagedCheckpointError: it is missing, or not the one that was committed.
     """
     path = os.path.join(commit.path, layout.FILE_TABLE)
-    try:
-        data = storage.read(path)
-    except RemoteError:
-        raise
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {error}", step=commit.manifest.step, path=path) from error
-    if digest_bytes(data).hex() != commit.manifest.files_digest:
-        raise DamagedCheckpointError(f"{path}: changed since the commit", step=commit.manifest.step, path=path)
+    data = _read_part(storage, commit, path)
+    _require_unchanged(digest_bytes(data).hex() == commit.manifest.files_digest, commit, path)
     return FileTable.decode(data, path)
 
 
@@ -134,15 +128,24 @@ def read_held(storage: Readable, commit: Commit) -> Held:
 
 def _read_note(storage: Readable, commit: Commit, entry: FileEntry) -> NodeNote:
     path = os.path.join(commit.path, entry.path)
+    data = _read_part(storage, commit, path)
+    _require_unchanged(describe_bytes(data, name=entry.path, rank=entry.rank) == entry, commit, path)
+    return NodeNote.decode(data, path)
+
+
+def _read_part(storage: Readable, commit: Commit, path: str) -> bytes:
+    """Read a file that a commit needs; that it can't be read is damage, unless only the server is away."""
     try:
-        data = storage.read(path)
+        return storage.read(path)
     except RemoteError:
         raise
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: {error}", step=commit.manifest.step, path=path) from error
-    if describe_bytes(data, name=entry.path, rank=entry.rank) != entry:
+
+
+def _require_unchanged(is_unchanged: bool, commit: Commit, path: str) -> None:
+    if not is_unchanged:
         raise DamagedCheckpointError(f"{path}: changed since the commit", step=commit.manifest.step, path=path)
-    return NodeNote.decode(data, path)
 
 
 def find_damage(storage: Storage, directory: str, entries: Iterable[FileEntry], *, read_all: bool) -> str | None:

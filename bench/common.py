@@ -84,7 +84,7 @@ def run_bench(
     report: Callable[[Samples, int], tuple[list[Line], dict[str, float]]],
     *,
     mb: float = 200,
-    rounds: int = 7,
+    rounds: int = 5,
     has_many: bool = True,
 ) -> None:
     """Measure each state on all ranks, print a table of what `report` makes of the slowest ranks, and write its ratios."""

@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +138,7 @@ def measure_round(
     timed.time(
         "download: raw, 8 threads", lambda: copy_all(copy_down, client, f"{there}/raw", f"{here}/raw", names, PARALLEL_FILES)
     )
-    timed.time("download: ours", lambda: fetch(mirror.remote, name, f"{here}/ours", LocalStorage()))
+    timed.time("download: ours", lambda: fetch(mirror.remote, name, f"{here}/ours", LocalStorage(), threading.Event()))
     timed.time("download: one by one", lambda: copy_all(copy_down, client, f"{there}/seed", f"{here}/seed", names, 1))
     shutil.rmtree(here)
     mirror.remote.remove_tree("")

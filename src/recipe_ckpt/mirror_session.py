@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,65 +29,12 @@ from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.store import Staging, Store
 from recipe_ckpt.survey import Commit, Survey, list_pins, read_commit, survey
-from recipe_ckpt.transfer import fetch
+from recipe_ckpt.transfer import Pull, fetch
 from recipe_ckpt.uploader import Uploader, UploadReport
 
 logger = logging.getLogger(__name__)
 
 OpenRemote = Callable[[str], Remote]
-
-_TELL_SECS = 5.0
-
-
-class Pull:
-    """A download in a thread of its own, so that the ranks that wait for it hear from rank 0 all the while."""
-
-    def __init__(self, url: str, work: Callable[[Callable[[int], None]], None]) -> None:
-        self._url = url
-        self._bytes = 0
-        self._told_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()  # a join() that Ctrl-C interrupts takes the thread for ended
-        self._thread = threading.Thread(target=self._run, args=(work,), name="recipe-ckpt-pull", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def poll(self, within_secs: float) -> bool:
-        """Say whether it has ended; what it failed of is raised.
-
-        Raises:
-            DamagedCheckpointError, LineageError: what lies there is not whole.
-            RemoteError: it could not be downloaded.
-            ConfigError: the disk here did not take it.
-        """
-        if not self._is_done.wait(within_secs):
-            if time.monotonic() - self._told_at >= _TELL_SECS:
-                self._told_at = time.monotonic()
-                logger.info("downloading %s: %.1f MB so far", self._url, self._bytes / 1e6)
-            return False
-        if self._error is not None:
-            raise self._error
-        logger.info("downloaded %s: %.1f MB", self._url, self._bytes / 1e6)
-        return True
-
-    def join(self) -> None:
-        if self._thread.ident is not None:
-            self._is_done.wait()
-            self._thread.join()
-
-    def _count(self, size_bytes: int) -> None:
-        with self._lock:
-            self._bytes += size_bytes
-
-    def _run(self, work: Callable[[Callable[[int], None]], None]) -> None:
-        try:
-            work(self._count)
-        except BaseException as error:  # noqa: BLE001 (it surfaces in `poll`)
-            self._error = error
-        finally:
-            self._is_done.set()
 
 
 class MirrorSession:

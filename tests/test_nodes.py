@@ -349,9 +349,3 @@ def test_explicit_path_is_taken_on_each_node(place):
     named = str(step_of(place, 0, 5))
     assert launch(place, 20, resume_mode="resume_path", resume_from_path=named) == [5, 5]
     assert steps_by_disk(place) == [[5, 10, 20], [5, 10, 20]]
-
-
-def test_mirror_of_nodes_roots_is_refused_at_start(place):
-    outcomes = launch(place, default_hdfs_dir=str(place / "mirror"))
-    assert [type(error) for error in outcomes] == [ConfigError, ConfigError]
-    assert all("null where nodes keep their own files" in str(error) for error in outcomes)

@@ -7,10 +7,14 @@ import pytest
 
 from recipe_ckpt.errors import RankError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.loading import Resumer
+from recipe_ckpt.node_mirror import NodeMirror
 from recipe_ckpt.node_session import NodeSession
 from recipe_ckpt.nodes import Node, Nodes
-from recipe_ckpt.policies import LoadPolicy
+from recipe_ckpt.policies import LoadPolicy, MirrorPolicy
+from recipe_ckpt.remote_fsspec import FsspecRemote
+from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import LocalStorage
+from recipe_ckpt.store import Store
 from tests.test_save import VerlEngine
 from tests.tiny import Run, TinyEngine, list_steps, run_in_child, run_world
 
@@ -76,6 +80,12 @@ def test_rank_whose_disk_lags_resumes_the_same_step(place, looks):
     assert list_steps(place) == [10, 20, 30]
 
 
+def open_node(node):
+    store = Store(node.root, LocalStorage())
+    mirror = NodeMirror(None, node, 2, store, MirrorPolicy(), Retention(), FsspecRemote)
+    return NodeSession(node, store, mirror, LocalStorage(), "launch-1")
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_root_that_only_seems_to_be_shared_is_refused_naming_a_rank(place, stale):
     """Two hosts of one name and boot, such as copies of a running machine: the lease of the one is not seen by the other."""
@@ -83,7 +93,7 @@ def test_root_that_only_seems_to_be_shared_is_refused_naming_a_rank(place, stale
     def work(coordinator):
         root = str(place / f"node{coordinator.rank}")
         nodes = Nodes((Node((0, 1), "host", root),))
-        node = NodeSession(nodes.all[0], LocalStorage(), "launch-1") if coordinator.rank == 0 else None
+        node = open_node(nodes.all[0]) if coordinator.rank == 0 else None
         LocalStorage().make_dirs(root)
         try:
             resumer = Resumer(

@@ -14,10 +14,10 @@ from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.errors import CheckpointError, ConfigError
 from recipe_ckpt.lease import find_launch_id
 from recipe_ckpt.loading import Resumer
-from recipe_ckpt.mirror_session import OpenRemote
+from recipe_ckpt.node_mirror import NodeMirror, OpenRemote
 from recipe_ckpt.node_probe import find_nodes
 from recipe_ckpt.node_session import NodeSession
-from recipe_ckpt.nodes import Nodes
+from recipe_ckpt.nodes import Node, Nodes
 from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, OrchestrationMode, ResumePoint, SavePolicy
 from recipe_ckpt.remote_client import RemoteClient
 from recipe_ckpt.resume import Request
@@ -25,6 +25,7 @@ from recipe_ckpt.retention import Retention
 from recipe_ckpt.saving import Saver, SaveReport
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage, Storage
+from recipe_ckpt.store import Store
 from recipe_ckpt.uploader import UploadReport
 from recipe_ckpt.validation import validate_checkpoint
 
@@ -134,13 +135,13 @@ class CheckpointHandler:
 
     @property
     def last_upload(self) -> UploadReport | None:
-        """What the last step that reached the mirror took; None on ranks but 0."""
-        return self._session.last_upload if self._session else None
+        """What the last upload took: rank 0's, or of a root of a node's own its part. None on other ranks."""
+        return self._node.mirror.last_upload if self._node else None
 
     @property
     def pending_uploads(self) -> list[int]:
-        """Steps that the mirror does not have yet, the newest first; empty on ranks but 0."""
-        return self._session.pending_uploads if self._session else []
+        """Steps that the mirror lacks, or lacks this node's part of, the newest first. Empty on ranks that send nothing."""
+        return self._node.mirror.pending if self._node else []
 
     def load_checkpoint(self) -> int:
         """Restore the run and return its step; 0 is a fresh start, with `resume_point` None. Collective, once.
@@ -202,8 +203,8 @@ class CheckpointHandler:
     def close(self) -> None:
         """Wait for the save in flight and for uploads, give the root's lease back, and drop the connection between the ranks.
 
-        Uploads are waited for at most `exit_wait_secs`, on rank 0 only. Leaving a `with` block by an exception does not wait
-        for them: the next start sends what is missing. May be called twice.
+        Uploads are waited for at most `exit_wait_secs`, on the ranks that send something. Leaving a `with` block by an
+        exception does not wait for them: the next start sends what is missing. May be called twice.
 
         Raises:
             SaveFailedError: the last save failed, also if `on_save_failure` is `warn`: no later one makes up for it.
@@ -212,24 +213,25 @@ class CheckpointHandler:
         self._close(wait_for_uploads=True)
 
     def finish_uploads(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait on rank 0 until the mirror has every save, at most `exit_wait_secs`; `should_stop` ends the wait."""
+        """Wait until the mirror has every save, at most `exit_wait_secs`; `should_stop` ends the wait.
+
+        Only ranks wait that send something: rank 0, and of each other root the lowest one.
+        """
         self.wait()
-        if self._session is not None:
-            self._session.drain(should_stop)
+        if self._node is not None:
+            self._node.mirror.drain(should_stop)
 
     def _close(self, *, wait_for_uploads: bool) -> None:
-        node, session, saver = self._node, self._session, self._saver
+        node, saver = self._node, self._saver
         self._node = self._session = self._saver = None
         try:
             if saver is not None:
                 saver.finish()
             self._coordinator.close()  # the other ranks need not wait for the uploads
-            if session is not None and wait_for_uploads:
-                session.drain(lambda: False)
-                session.raise_upload_failure()
+            if node is not None and wait_for_uploads:
+                node.mirror.drain(lambda: False)
+                node.mirror.raise_failure()
         finally:
-            if session is not None:
-                session.close()
             if node is not None:
                 node.close()
             self._coordinator.close()
@@ -249,29 +251,19 @@ class CheckpointHandler:
         """Find out which ranks share a root, and make the sessions of those that lead. Collective."""
         rank = self._coordinator.rank
         nodes = find_nodes(self._coordinator, self._storage, self.root)
-        if self._mirror_url is not None and not nodes.is_one:
-            raise ConfigError(
-                "checkpoint.default_hdfs_dir",
-                self._mirror_url,
-                f"null where nodes keep their own files ({nodes.describe()})",
-                "Write checkpoint.default_hdfs_dir=null, or choose a checkpoint.default_local_dir that all nodes share.",
-            )
         self._contents.use_disks(nodes.disks)
         if nodes.leads(rank):
-            self._node = NodeSession(replace(nodes.of(rank), root=self.root), self._storage, self._request.launch_id)
-            self._session = self._open_session(self._node) if rank == 0 else None
+            self._node = self._open_node(replace(nodes.of(rank), root=self.root))
+        if self._node is not None and rank == 0:
+            self._session = RootSession(self._node, self._storage, self._request, self._retention)
         return nodes
 
-    def _open_session(self, node: NodeSession) -> RootSession:
-        return RootSession(
-            node,
-            self._storage,
-            self._request,
-            self._retention,
-            mirror_url=self._mirror_url,
-            mirror_policy=self._mirror_policy,
-            open_remote=self._open_remote,
-        )
+    def _open_node(self, node: Node) -> NodeSession:
+        store = Store(self.root, self._storage)
+        policy = self._mirror_policy
+        on_mirror = replace(self._retention, max_to_keep=policy.max_to_keep)
+        mirror = NodeMirror(self._mirror_url, node, self._coordinator.world_size, store, policy, on_mirror, self._open_remote)
+        return NodeSession(node, store, mirror, self._storage, self._request.launch_id)
 
     def _tell_start(self, archived: str | None) -> None:
         if self._coordinator.rank != 0:

@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +16,23 @@ from recipe_ckpt.coordination import Coordinator
 from recipe_ckpt.drift import Change, describe_changes, require_resumable
 from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.manifest import FileTable, decode_json
+from recipe_ckpt.node_mirror import BUSY
 from recipe_ckpt.node_session import NodeSession, localize
-from recipe_ckpt.nodes import Nodes, Recovery, Report, RootState, decide_recovery
+from recipe_ckpt.nodes import (
+    Damage,
+    Inspection,
+    Nodes,
+    Recovery,
+    Report,
+    RootState,
+    StartOrder,
+    decide_recovery,
+    join_inspections,
+)
 from recipe_ckpt.policies import LoadPolicy, ResumePoint
-from recipe_ckpt.resume import Candidate
-from recipe_ckpt.session import BUSY, RootSession
+from recipe_ckpt.resume import ABSENT, Candidate
+from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Origin
 from recipe_ckpt.survey import Commit, read_commit, read_held
 
 logger = logging.getLogger(__name__)
@@ -80,11 +90,12 @@ class Resumer:
             if damage is None:
                 break
             self._refuse(candidate, damage)
-        order = self._coordinator.lead(lambda: self._order_start(candidate))
+        answer = self._coordinator.lead(lambda: self._order_start(candidate))
+        order = StartOrder.from_json(answer["order"])
         archived = self._coordinator.together(lambda: self._start(order), lambda found: found[0])
         if candidate is None:
             return None, archived
-        return ResumePoint(candidate.step, candidate.path, candidate.reason, order["metrics"], changes), archived
+        return ResumePoint(candidate.step, candidate.path, candidate.reason, answer["metrics"], changes), archived
 
     def _take(self) -> Any:
         return self._node.take() if self._node else None
@@ -107,15 +118,11 @@ class Resumer:
     def _order_start(self, candidate: Candidate | None) -> Any:
         # Before the start, which removes what was downloaded for it.
         metrics = self._read_metrics(candidate) if candidate else {}
-        origin, last_sequence = self._leader().build_origin(candidate)
-        archive = candidate is None or not candidate.is_inside
-        return {"metrics": metrics, "origin": origin.to_json(), "last_sequence": last_sequence, "archive": archive}
+        return {"metrics": metrics, "order": self._leader().order_start(candidate).to_json()}
 
-    def _start(self, order: Any) -> str | None:
+    def _start(self, order: StartOrder) -> str | None:
         leader = self._session or self._node
-        if leader is None:
-            return None
-        return leader.start(Origin.from_json(order["origin"]), order["last_sequence"], archive=order["archive"])
+        return leader.start(order) if leader else None
 
     def _check_root_is_shared(self, token: str) -> None:
         """Look for the lease that this node's leader holds, which another directory of the same name would never show."""
@@ -141,45 +148,73 @@ class Resumer:
             found = self._coordinator.lead(self._find_candidate)
             if found is None:
                 return None
-            candidate = Candidate(**found)
-            damage = self._pull(candidate) if candidate.url else self._inspect_on_others(candidate)
-            if damage is None:
+            candidate = Candidate(**found["candidate"])
+            if (damage := self._bring(candidate, found["verdict"])) is None:
                 return localize(candidate, self._root)
             self._refuse(candidate, damage)
 
-    def _find_candidate(self) -> dict[str, Any] | None:
-        """Return the next one; on a single root, which needs no exchange for that, the next one that can be tried."""
-        while True:
-            candidate = self._leader().next_candidate()
-            if candidate is None or candidate.url or not self._nodes.is_one:
-                return None if candidate is None else asdict(candidate)
-            damage = _join_inspections([self._inspect(candidate)])
-            if damage is None:
-                return asdict(candidate)
-            self._leader().refuse(candidate, damage)
+    def _bring(self, candidate: Candidate, verdict: Any) -> Damage | None:
+        """Have a candidate whole on every node, or return what is wrong with it; without a verdict yet all nodes look."""
+        if verdict is None:
+            verdict = self._coordinator.together(
+                lambda: self._inspect(candidate), lambda found: self._judge(candidate, found)
+            )
+        if verdict["damage"]:
+            return Damage.from_json(verdict["damage"])
+        return self._pull(candidate, verdict["pullers"]) if verdict["pullers"] else None
 
-    def _inspect_on_others(self, candidate: Candidate) -> str | None:
-        if self._nodes.is_one:
-            return None
-        damage: str | None = self._coordinator.together(lambda: self._inspect(candidate), _join_inspections)
-        return damage
+    def _find_candidate(self) -> Any:
+        """Return the next one; on a single root, which needs no exchange for that, the next one that can be tried."""
+        while (candidate := self._leader().next_candidate()) is not None:
+            if not self._nodes.is_one:
+                return {"candidate": asdict(candidate), "verdict": None}
+            verdict = self._judge(candidate, [self._inspect(candidate)])
+            if not verdict["damage"]:
+                return {"candidate": asdict(candidate), "verdict": verdict}
+            self._leader().refuse(candidate, Damage.from_json(verdict["damage"]))
+        return None
 
     def _inspect(self, candidate: Candidate) -> Any:
         if self._node is None:
             return None
-        return self._node.inspect(candidate, self._policy.contents, self._coordinator.world_size)
+        return self._node.inspect(candidate, self._policy.contents, self._coordinator.world_size).to_json()
 
-    def _pull(self, candidate: Candidate) -> str | None:
-        """Have rank 0 download a candidate; return what is damaged there. The others hear from it all the while."""
+    def _judge(self, candidate: Candidate, found: Sequence[Any]) -> dict[str, Any]:
+        """On rank 0: say from what all nodes found why a candidate can't be used, or which leaders have to download it."""
+        looks = [Inspection(**look) for look in found if look is not None]
+        verdict = join_inspections(looks, can_be_pulled=candidate.url is not None)
+        if verdict and not isinstance(verdict, Damage) and (lack := self._leader().find_lack(candidate)):
+            verdict = Damage(lack)
+        if isinstance(verdict, Damage):
+            return {"damage": verdict.to_json(), "pullers": []}
+        for look in looks:
+            if look.leader in verdict and look.damage != ABSENT:
+                logger.warning("%s: %s. The mirror has it, too", look.where, look.damage or look.missing)
+        return {"damage": None, "pullers": verdict}
+
+    def _pull(self, candidate: Candidate, pullers: Sequence[int]) -> Damage | None:
+        """Have these leaders download a candidate; return what is damaged there. All hear from rank 0 all the while."""
+        own = self._node.mirror if self._node and self._coordinator.rank in pullers else None
+        if own is not None:
+            own.begin_pull(localize(candidate, self._root))
         outcome: str | None = BUSY
         while outcome == BUSY:
-            outcome = self._coordinator.lead(lambda: self._leader().poll_pull(candidate, _POLL_SECS))
-        return outcome
+            outcome = self._coordinator.together(
+                lambda: own.poll_pull(_POLL_SECS) if own else None, lambda found: self._join_pulls(candidate, pullers, found)
+            )
+        return None if outcome is None else Damage(outcome)
 
-    def _refuse(self, candidate: Candidate, damage: str) -> None:
+    def _join_pulls(self, candidate: Candidate, pullers: Sequence[int], found: Sequence[str | None]) -> str | None:
+        if BUSY in found:
+            return BUSY
+        ranks = [rank for leader in pullers for rank in self._nodes.of(leader).ranks]
+        self._leader().note_pulled(candidate, ranks)
+        return next((damage for damage in found if damage is not None), None)
+
+    def _refuse(self, candidate: Candidate, damage: Damage) -> None:
         self._coordinator.lead(lambda: self._leader().refuse(candidate, damage))
 
-    def _compare_config(self, candidate: Candidate) -> tuple[list[Change], str | None]:
+    def _compare_config(self, candidate: Candidate) -> tuple[list[Change], Damage | None]:
         """Tell how this run's configuration differs from the candidate's; return that, or what is damaged.
 
         Raises:
@@ -188,7 +223,8 @@ class Resumer:
         found = self._coordinator.lead(lambda: self._read_changes(candidate))
         changes = [Change(**change) for change in found["changes"]]
         require_resumable(changes, self._policy.on_config_drift, candidate.step, candidate.path)
-        return [] if self._policy.on_config_drift == "ignore" else changes, found["damage"]
+        damage = Damage(found["damage"], (0,)) if found["damage"] else None
+        return [] if self._policy.on_config_drift == "ignore" else changes, damage
 
     def _read_changes(self, candidate: Candidate) -> dict[str, Any]:
         step, path = candidate.step, candidate.path
@@ -204,13 +240,13 @@ class Resumer:
             logger.warning("%s", text)
         return {"changes": [asdict(change) for change in changes or ()], "damage": None}
 
-    def _restore(self, candidate: Candidate) -> str | None:
+    def _restore(self, candidate: Candidate) -> Damage | None:
         """Restore on every rank; return what is damaged, the same on all, or None. Other failures raise."""
         together = self._coordinator.together
-        damage: str | None = together(lambda: self._try(candidate, check_only=True), _join_damage)
+        damage = together(lambda: self._try(candidate, check_only=True), _join_damage)
         if damage is None:
             damage = together(lambda: self._try(candidate, check_only=False), _join_damage)
-        return damage
+        return None if damage is None else Damage.from_json(damage)
 
     def _try(self, candidate: Candidate, *, check_only: bool) -> str | None:
         commit = table = None
@@ -262,24 +298,6 @@ class Resumer:
         return self._session
 
 
-def _join_inspections(found: Sequence[Mapping[str, str | None] | None]) -> str | None:
-    """Return what is wrong with a candidate on any node; None if nothing is.
-
-    Raises:
-        RootNotSharedError: it is whole, but ranks run where their files are not; an older one would be no better.
-    """
-    reports = [report for report in found if report is not None]
-    if len(reports) == 1 and reports[0]["problem"]:
-        return reports[0]["problem"]
-    problems = [f"{report['where']}: {report['problem']}" for report in reports if report["problem"]]
-    missing = [f"{report['where']}: {report['missing']}" for report in reports if report["missing"]]
-    if problems or not missing:
-        return "; ".join(problems) or None
-    raise RootNotSharedError(
-        f"checkpoint.default_local_dir: nodes keep their own files, and {'; '.join(missing)}. Start as many ranks,"
-        " each on the node where it was; or copy the step's directories of all nodes together, on each node or a shared disk"
-    )
-
-
-def _join_damage(found: Sequence[str | None]) -> str | None:
-    return next((damage for damage in found if damage is not None), None)
+def _join_damage(found: Sequence[str | None]) -> Any:
+    ranks = [rank for rank, damage in enumerate(found) if damage is not None]
+    return Damage(str(found[ranks[0]]), tuple(ranks)).to_json() if ranks else None

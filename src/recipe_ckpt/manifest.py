@@ -141,10 +141,11 @@ class FileTable:
 
 @dataclass(frozen=True, slots=True)
 class NodeNote:
-    """Which files of a checkpoint lie on one node's disk, and which ranks wrote there."""
+    """Which files of a checkpoint lie on one node's disk, and which ranks wrote there. No other `save` has this note."""
 
     ranks: tuple[int, ...]
     paths: tuple[str, ...]
+    save: str = ""
     format: int = FORMAT
 
     def encode(self) -> bytes:

@@ -2,7 +2,7 @@
 
 A step is sent in this order: its `files.json` (which tells a later start what the files beside it are of), its files, its
 `manifest.json`, then the mirror's `run.json` and tracker. So whatever a tracker names is whole, and what an upload that was
-cut short has finished is not sent again.
+cut short has finished is not sent again. Nodes with roots of their own send their files between the first and the manifest.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from recipe_ckpt import layout
+from recipe_ckpt.branches import Claim, require_own
 from recipe_ckpt.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    LineageError,
     RemoteError,
     RemoteRefusedError,
 )
@@ -28,15 +28,16 @@ from recipe_ckpt.manifest import (
     FileTable,
     Manifest,
     RunRecord,
-    digest_bytes,
+    describe_bytes,
     digest_manifest,
     is_in_ranges,
 )
+from recipe_ckpt.nodes import name_ranks
 from recipe_ckpt.remote import OnBytes, Remote
 from recipe_ckpt.retention import Retention, choose_deletions
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import LEFT_BEHIND, Origin, rate
-from recipe_ckpt.survey import Commit, Survey, find_damage, list_steps, read_commit, select_ancestors, survey
+from recipe_ckpt.store import LEFT_BEHIND, rate
+from recipe_ckpt.survey import Commit, Held, Survey, find_damage, list_steps, read_commit, read_held, survey
 from recipe_ckpt.transfer import run_parallel
 
 logger = logging.getLogger(__name__)
@@ -46,25 +47,55 @@ class StepGoneError(Exception):
     """A step that was to be sent is not on the disk any more: pruned, or saved anew."""
 
 
+class StepWaitsError(Exception):
+    """A step can't be finished before another node has sent its part; `sent_bytes` went from here."""
+
+    def __init__(self, message: str, sent_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.sent_bytes = sent_bytes
+
+
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What this run may publish: its branch, and the digests of all commits that it knows of."""
+class _Step:
+    """A committed step as it lies here: its records, and which of its files this node holds."""
 
-    origin: Origin
-    last_sequence: int
-    known: frozenset[str]
+    directory: str
+    manifest: bytes
+    table: bytes
+    held: Held
 
-    def owns(self, entry: BranchEntry) -> bool:
-        return entry.digest in self.known or is_in_ranges(self.origin.ancestors, entry.sequence)
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.directory)
+
+    @property
+    def entries(self) -> Sequence[FileEntry]:
+        """All files of the checkpoint."""
+        return FileTable.decode(self.table, self.directory).entries
+
+    @property
+    def own(self) -> list[FileEntry]:
+        """The files that are sent from here: each one from the node of the rank that wrote it."""
+        entries, ranks = self.held.table.entries, self.held.ranks
+        return [entry for entry in entries if ranks is None or entry.rank in ranks]
+
+    @property
+    def notes(self) -> list[FileEntry]:
+        return [entry for entry in self.own if layout.is_node_note_name(entry.path)]
 
 
 class Mirror:
-    """One root's mirror, for the root's one writer. Every method raises RemoteError."""
+    """One root's mirror, for the root's one writer. Every method raises RemoteError.
 
-    def __init__(self, remote: Remote, root: str, storage: Storage) -> None:
+    Where nodes have roots of their own, each has its mirror at the same place. Rank 0's begins and publishes each step, the
+    others send their parts in between. `is_alone` says that there are no others.
+    """
+
+    def __init__(self, remote: Remote, root: str, storage: Storage, *, is_alone: bool = True) -> None:
         self.remote = remote
         self._root = root
         self._storage = storage
+        self._is_alone = is_alone
 
     @property
     def url(self) -> str:
@@ -76,53 +107,136 @@ class Mirror:
     # --- sending
 
     def send(self, entry: BranchEntry, claim: Claim, on_bytes: OnBytes | None = None) -> int:
-        """Upload a committed step and publish it; return how many bytes had to be sent.
+        """Upload what lies here of a committed step, and publish it; return how many bytes had to be sent.
 
         Raises:
+            StepWaitsError: other nodes' files are not there yet.
             StepGoneError: the step on the disk is not this one any more.
             DamagedCheckpointError: the step on the disk is not what was saved.
             LineageError: another run's work, or newer work of this one, lies there.
         """
-        name = layout.build_step_name(entry.step)
-        directory = os.path.join(self._root, name)
         try:
-            manifest, table = self._read_step(directory, entry)
-            if damage := find_damage(self._storage, directory, FileTable.decode(table, directory).entries, read_all=False):
-                self._read_step(directory, entry)
-                raise DamagedCheckpointError(f"{directory}/{damage}", step=entry.step, path=directory)
+            step = self._read_step(entry)
             require_own(self._read_record(), claim, self.url)
-            sent_bytes = self._send_files(directory, manifest, table, claim, on_bytes)
-            self._read_step(directory, entry)  # saved again meanwhile, what was sent may be of both
-            self.remote.write(f"{name}/{layout.MANIFEST}", manifest)
+            self._begin(step, claim)
+            sent_bytes = self._send_files(step, on_bytes)
+            self._require_others_files(step, sent_bytes)
+            self._read_manifest(entry)  # saved again meanwhile, what was sent may be of both
+            self.remote.write(f"{step.name}/{layout.MANIFEST}", step.manifest)
         except FileNotFoundError as error:
-            raise StepGoneError(directory) from error
+            raise StepGoneError(self._path_of(entry)) from error
         self._publish(entry, claim)
         return sent_bytes
 
-    def _read_step(self, directory: str, entry: BranchEntry) -> tuple[bytes, bytes]:
-        manifest = self._storage.read(os.path.join(directory, layout.MANIFEST))
+    def send_part(self, entry: BranchEntry, on_bytes: OnBytes | None = None) -> int:
+        """Upload this node's files of a committed step, which rank 0's node publishes; return how many bytes had to be sent.
+
+        Raises:
+            StepWaitsError: rank 0 has not begun to send it.
+            StepGoneError, DamagedCheckpointError: as `send`.
+        """
+        try:
+            step = self._read_step(entry)
+            if self._is_begun(step):
+                sent_bytes = self._send_files(step, on_bytes)
+                self._read_manifest(entry)
+                if self._is_begun(step):
+                    return sent_bytes
+                self._take_away(step)  # given up meanwhile
+        except FileNotFoundError as error:
+            self._read_manifest(entry)
+            raise StepWaitsError("rank 0 sends it anew") from error
+        raise StepWaitsError("rank 0 has not begun to send it")
+
+    def measure(self, entry: BranchEntry) -> int:
+        """Return the bytes that are sent from here; 0 if the step can't be read."""
+        try:
+            return sum(own.size_bytes for own in self._read_step(entry).own)
+        except (CheckpointError, OSError, StepGoneError):
+            return 0
+
+    def _read_step(self, entry: BranchEntry) -> _Step:
+        manifest, directory = self._read_manifest(entry), self._path_of(entry)
+        try:
+            commit = Commit(directory, entry.digest, Manifest.decode(manifest, directory))
+            held = read_held(self._storage, commit)
+            table = self._storage.read(os.path.join(directory, layout.FILE_TABLE))
+            step = _Step(directory, manifest, table, held)
+            if self._is_alone and (missing := sorted({e.rank for e in step.entries} - {e.rank for e in held.table.entries})):
+                raise DamagedCheckpointError(f"{directory}: lacks the files of {name_ranks(missing)}, of another node")
+            if damage := find_damage(self._storage, directory, held.table.entries, read_all=False):
+                raise DamagedCheckpointError(f"{directory}/{damage}", step=entry.step, path=directory)
+        except DamagedCheckpointError:
+            self._read_manifest(entry)  # pruned meanwhile, it is not damaged
+            raise
+        return step
+
+    def _read_manifest(self, entry: BranchEntry) -> bytes:
+        """Return the manifest of a step that is here. Raises: StepGoneError."""
+        directory = self._path_of(entry)
+        try:
+            manifest = self._storage.read(os.path.join(directory, layout.MANIFEST))
+        except FileNotFoundError as error:
+            raise StepGoneError(directory) from error
         if digest_manifest(manifest) != entry.digest:
             raise StepGoneError(directory)
-        table = self._storage.read(path := os.path.join(directory, layout.FILE_TABLE))
-        if digest_bytes(table).hex() != Manifest.decode(manifest, directory).files_digest:
-            raise DamagedCheckpointError(f"{path}: changed since the commit", step=entry.step, path=path)
-        return manifest, table
+        return manifest
 
-    def _send_files(self, directory: str, manifest: bytes, table: bytes, claim: Claim, on_bytes: OnBytes | None) -> int:
-        name = os.path.basename(directory)
-        was_begun = self._read_or_none(f"{name}/{layout.FILE_TABLE}") == table
-        if not was_begun or self._read_or_none(f"{name}/{layout.MANIFEST}") not in (None, manifest):
-            self._make_room(name, claim)
-            self.remote.write(f"{name}/{layout.FILE_TABLE}", table)
-        present = self.remote.list_files(name)
-        entries = FileTable.decode(table, directory).entries
-        missing = [entry for entry in entries if present.get(entry.path) != entry.size_bytes]
+    def _path_of(self, entry: BranchEntry) -> str:
+        return os.path.join(self._root, layout.build_step_name(entry.step))
+
+    def _begin(self, step: _Step, claim: Claim) -> None:
+        """Write the file table, which tells what the files beside it are of, unless it is there."""
+        if not self._is_begun(step) or self._read_or_none(f"{step.name}/{layout.MANIFEST}") not in (None, step.manifest):
+            self._make_room(step.name, claim)
+            self.remote.write(f"{step.name}/{layout.FILE_TABLE}", step.table)
+
+    def _is_begun(self, step: _Step) -> bool:
+        return self._read_or_none(f"{step.name}/{layout.FILE_TABLE}") == step.table
+
+    def _take_away(self, step: _Step) -> None:
+        for path in self.remote.list_files(step.name).keys() & {entry.path for entry in step.own}:
+            self.remote.remove_tree(f"{step.name}/{path}")
+
+    def _send_files(self, step: _Step, on_bytes: OnBytes | None) -> int:
+        present = self._renew_notes(step, self.remote.list_files(step.name))
+        missing = [entry for entry in step.own if present.get(entry.path) != entry.size_bytes]
 
         def put(entry: FileEntry) -> None:
-            self.remote.put_file(os.path.join(directory, entry.path), f"{name}/{entry.path}", on_bytes)
+            self.remote.put_file(os.path.join(step.directory, entry.path), f"{step.name}/{entry.path}", on_bytes)
 
         run_parallel(put, sorted(missing, key=lambda entry: -entry.size_bytes))
         return sum(entry.size_bytes for entry in missing)
+
+    def _renew_notes(self, step: _Step, present: dict[str, int]) -> dict[str, int]:
+        """Put a node's note there before its other files: it tells what these are of, as the file table does for all.
+
+        Without it, or with one of a former save of this step, this node's files there may be of that save: they are taken
+        away. Returns what is there then.
+        """
+        notes = {note.path: self._storage.read(os.path.join(step.directory, note.path)) for note in step.notes}
+        if all(self._read_or_none(f"{step.name}/{path}") == data for path, data in notes.items()):
+            return present
+        self._take_away(step)
+        for path, data in notes.items():
+            self.remote.write(f"{step.name}/{path}", data)
+        return self.remote.list_files(step.name)
+
+    def _require_others_files(self, step: _Step, sent_bytes: int) -> None:
+        """See that all is there that other nodes send. Raises: StepWaitsError."""
+        if step.held.ranks is None:
+            return
+        present = self.remote.list_files(step.name)
+        missing = [entry for entry in step.entries if present.get(entry.path) != entry.size_bytes]
+        others = [entry for entry in step.entries if layout.is_node_note_name(entry.path) and entry not in step.own]
+        missing += [entry for entry in others if entry not in missing and not self._has_note(step, entry)]
+        if missing:
+            ranks = {entry.rank for entry in missing}
+            raise StepWaitsError(f"the files of {name_ranks(ranks)} are not there yet", sent_bytes)
+
+    def _has_note(self, step: _Step, entry: FileEntry) -> bool:
+        data = self._read_or_none(f"{step.name}/{entry.path}")
+        return data is not None and describe_bytes(data, name=entry.path, rank=entry.rank) == entry
 
     def _make_room(self, name: str, claim: Claim) -> None:
         """Take away what has the name of a step that is to be sent, after nothing names it any more."""
@@ -181,8 +295,11 @@ class Mirror:
         kept = [rate(known, retention, True) for known in steps.values()]
         return entry.step not in choose_deletions(kept, retention, pinned=pinned)
 
-    def prune(self, retention: Retention, *, pinned: Collection[int]) -> list[int]:
-        """Delete published steps that retention no longer keeps, each one's manifest first; return them."""
+    def prune(self, retention: Retention, waiting: Collection[int], *, pinned: Collection[int]) -> list[int]:
+        """Delete published steps that retention no longer keeps, each one's manifest first; return them.
+
+        What uploads that were given up have left goes, too: not that of steps that wait.
+        """
         record = self._read_record()
         if record is None:
             return []
@@ -190,9 +307,19 @@ class Mirror:
         doomed = choose_deletions(kept, retention, pinned=pinned)
         if doomed:
             self._withdraw(doomed)
-        for step in doomed:
+        published = {entry.step for entry in record.branch}
+        for step in (*doomed, *self._find_remains(published.union(waiting))):
             self._remove_step(layout.build_step_name(step))
         return doomed
+
+    def _find_remains(self, wanted: Collection[int]) -> list[int]:
+        """Return the steps there that were begun and not finished, but for those that are wanted."""
+        remains = []
+        for step in list_steps(self.remote, "") - set(wanted):
+            present = {entry.name for entry in self.remote.list_dir(layout.build_step_name(step))}
+            if not present or (layout.FILE_TABLE in present and layout.MANIFEST not in present):
+                remains.append(step)
+        return remains
 
     def find_strangers(self, found: Survey) -> dict[int, str]:
         """Return the steps there that are no checkpoints of ours, with the reasons; not uploads that did not end."""
@@ -268,66 +395,3 @@ class Mirror:
             return self.remote.read(path)
         except FileNotFoundError:
             return None
-
-
-def require_own(record: RunRecord | None, claim: Claim, url: str) -> None:
-    """Refuse to publish over what is not this run's.
-
-    Raises:
-        LineageError: naming both.
-    """
-    if record is None:
-        return
-    if record.lineage != claim.origin.lineage:
-        raise lineages_differ(url, record.lineage, claim.origin.lineage)
-    strange = [entry for entry in record.branch if not claim.owns(entry)]
-    if strange:
-        raise LineageError(
-            f"{url}: holds step {strange[0].step} (sequence {strange[0].sequence}), which this process did not know of when"
-            " it started: another process of this run writes there, or did while the mirror could not be reached. Nothing is"
-            " published over it. Start again to continue from it, or choose another checkpoint.default_hdfs_dir",
-            step=strange[0].step,
-            path=url,
-        )
-
-
-def lineages_differ(url: str, theirs: str | None, ours: str | None) -> LineageError:
-    return LineageError(
-        f"checkpoint.default_hdfs_dir: {url} holds the run {theirs}, the local root the run {ours}; allowed is a mirror of"
-        " the same run. Choose another checkpoint.default_hdfs_dir or trainer.experiment_name, empty the local root to"
-        " continue the mirror's run, or start over with checkpoint=fresh, which moves both into archive/",
-        path=url,
-    )
-
-
-def join_surveys(here: Survey, there: Survey, url: str, newest_here: Commit | None, newest_there: Commit | None) -> Survey:
-    """Take a root and its mirror as one set: the higher sequence is the newest, and its branch the current one.
-
-    `newest_*` are the first readable commits of each one's branch. The result's directories may lie here, there, or both.
-
-    Raises:
-        LineageError: they are of different runs.
-    """
-    if not there.branch:
-        return here
-    if here.branch and here.lineage != there.lineage:
-        raise lineages_differ(url, there.lineage, here.lineage)
-    is_newest_there = not here.branch or there.branch[0].sequence > here.branch[0].sequence
-    first, second, newest = (there, here, newest_there) if is_newest_there else (here, there, newest_here)
-    steps = {entry.step: entry for entry in first.branch}
-    if newest is not None:
-        known = [*second.branch, *(commit.entry() for commit in second.others.values())]
-        for entry in select_ancestors(known, newest.manifest.ancestors, replaced=newest.manifest.step):
-            steps.setdefault(entry.step, entry)
-    branch = tuple(sorted(steps.values(), key=lambda entry: -entry.sequence))
-    joined = replace(here, lineage=first.lineage, branch=branch)
-    joined.last_sequence = max(here.last_sequence, there.last_sequence)
-    on_branch = {entry.digest for entry in branch}
-    joined.others = {step: commit for step, commit in here.others.items() if commit.digest not in on_branch}
-    for entry in here.branch:
-        if entry.digest not in on_branch:
-            joined.notes.append(f"step {entry.step} is of a branch that the mirror's newest does not descend from")
-    has_edited_tracker = bool(here.branch) and here.tracker not in (None, here.branch[0].step)
-    if is_newest_there and not has_edited_tracker:
-        joined.tracker, joined.tracked = branch[0].step, None
-    return joined

@@ -115,7 +115,8 @@ class NodeCommit:
 
     def _write_note(self, ranks: Sequence[int], own: dict[int, list[FileEntry]], shared: Sequence[FileEntry]) -> bytes:
         here = [*(entry.path for rank in ranks for entry in own[rank]), *(entry.path for entry in shared)]
-        return NodeNote(tuple(ranks), tuple(sorted([*here, layout.build_node_note_name(ranks[0])]))).encode()
+        here.append(layout.build_node_note_name(ranks[0]))
+        return NodeNote(tuple(ranks), tuple(sorted(here)), self._staging.uid).encode()
 
     def _prepare(self, order: Any) -> None:
         if self._node is None:

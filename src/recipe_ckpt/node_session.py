@@ -6,19 +6,22 @@ import atexit
 import base64
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from recipe_ckpt import layout
+from recipe_ckpt.branches import Claim
 from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError
 from recipe_ckpt.lease import Lease
-from recipe_ckpt.manifest import FileEntry
+from recipe_ckpt.manifest import BranchEntry, FileEntry
+from recipe_ckpt.node_mirror import NodeMirror
 from recipe_ckpt.node_probe import refuse_root
-from recipe_ckpt.nodes import Node, Recovery, Report, RootState, find_missing_ranks
-from recipe_ckpt.resume import Candidate, find_problem
+from recipe_ckpt.nodes import Inspection, Node, Recovery, Report, RootState, StartOrder, find_missing_ranks
+from recipe_ckpt.resume import ABSENT, Candidate, find_damage_of, find_lack
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Origin, Sealed, Staging, Store
+from recipe_ckpt.store import Sealed, Staging, Store
 from recipe_ckpt.survey import Commit, Survey, read_commit, read_held, survey
 
 logger = logging.getLogger(__name__)
@@ -27,9 +30,10 @@ logger = logging.getLogger(__name__)
 class NodeSession:
     """One node's root, from `take` to `close`. Lives on the node's leader only; all its results are JSON."""
 
-    def __init__(self, node: Node, storage: Storage, launch_id: str) -> None:
+    def __init__(self, node: Node, store: Store, mirror: NodeMirror, storage: Storage, launch_id: str) -> None:
         self.node = node
-        self.store = Store(node.root, storage)
+        self.store = store
+        self.mirror = mirror
         self.found = Survey()
         self._storage = storage
         self._lease = Lease(node.root, storage, launch_id)
@@ -50,14 +54,13 @@ class NodeSession:
             raise refuse_root(f"{self.node.root} ({error.strerror or error})") from error
         atexit.register(self._lease.release)
         with errors_of_the_disk(self.node.root):
-            found = survey(self._storage, self.node.root)
+            self.found = survey(self._storage, self.node.root)
             prepared, published = self.store.list_unfinished()
-            entries = [*found.branch, *(commit.entry() for commit in found.others.values())]
             state = RootState(
                 prepared,
                 published,
-                [entry.digest for entry in entries],
-                found.lineage,
+                [entry.digest for entry in self._list_entries()],
+                self.found.lineage,
                 self.store.list_archives(),
                 self.store.read_archiving(),
             )
@@ -66,6 +69,7 @@ class NodeSession:
     def recover(self, decision: Recovery) -> dict[str, Any]:
         """Do what was decided for all roots, and report what lies here now."""
         with errors_of_the_disk(self.node.root):
+            self.mirror.clear_pulled()
             done = self.store.recover(decision.finish)
             self.found = survey(self._storage, self.node.root)
             if self.found.lineage in decision.archive:
@@ -86,7 +90,11 @@ class NodeSession:
             branch=self.found.branch,
             refused={**foreign, **self.found.refused},
             newest=None if newest is None else newest.manifest.encode().decode(),
+            committed=[entry.digest for entry in self._list_entries()],
         )
+
+    def _list_entries(self) -> list[BranchEntry]:
+        return [*self.found.branch, *(commit.entry() for commit in self.found.others.values())]
 
     def read_branch(self) -> Iterator[Commit]:
         """Read the commits of the branch, the newest first; those that can't be read are left out."""
@@ -100,29 +108,39 @@ class NodeSession:
         """Return a candidate with its path on this node."""
         return localize(candidate, self.node.root)
 
-    def inspect(self, candidate: Candidate, contents: Collection[str], world_size: int) -> dict[str, str | None]:
-        """Say why a candidate can't be tried here: a `problem` of its own, or files `missing` that no node moved to.
-
-        Quick checks, before all ranks read it.
-        """
+    def inspect(self, candidate: Candidate, contents: Collection[str], world_size: int) -> Inspection:
+        """Look at a candidate before all ranks read it: quick checks of what lies here."""
         own = self.localize(candidate)
-        problem = find_problem(self._storage, own, contents)
-        missing = None if problem or own.digest is None else self._find_missing(own, world_size)
-        return {"where": f"{own.path} on {self.node.host}", "problem": problem, "missing": missing}
-
-    def _find_missing(self, candidate: Candidate, world_size: int) -> str | None:
-        commit = read_commit(self._storage, candidate.path)
+        look = Inspection(f"{own.path} on {self.node.host}", self.node.leader)
+        if own.url is not None and (not own.is_inside or set(own.damaged_on) & set(self.node.ranks)):
+            return replace(look, damage=ABSENT)
+        if own.digest is None:
+            return look
+        if damage := find_damage_of(self._storage, own):
+            return replace(look, damage=damage)
+        commit = read_commit(self._storage, own.path)
         held = read_held(self._storage, commit)
-        return find_missing_ranks(held.ranks, commit.manifest.world_size, self.node.ranks, world_size)
+        missing = find_missing_ranks(held.ranks, commit.manifest.world_size, self.node.ranks, world_size)
+        return replace(look, missing=missing, lack=find_lack(commit, contents))
 
-    def start(self, origin: Origin, last_sequence: int, *, archive: bool) -> str | None:
-        """Make what comes next descend from `origin`; return the folder of what had to make room."""
+    def start(self, order: StartOrder, claim: Callable[[], Claim] | None = None) -> str | None:
+        """Make what comes next descend from the order's origin, and begin to send what the mirror lacks.
+
+        Returns the folder of what had to make room. `claim` says on rank 0 what the run may publish.
+
+        Raises:
+            RemoteError: this node can't use the mirror, and it is needed.
+        """
         archived = None
-        if archive:
+        if claim is None:  # rank 0's has joined it
+            self.mirror.probe(is_needed=not order.origin.branch)
+        if order.makes_room:
             with errors_of_the_disk(self.node.root):
                 archived = self.store.archive(self.found.lineage)
             self.found = Survey()
-        self.store.adopt(self.found, origin, last_sequence)
+        self.store.adopt(self.found, order.origin, order.last_sequence)
+        self.mirror.clear_pulled()
+        self.mirror.begin_uploads(order.uploads, claim)
         return archived
 
     # --- saving
@@ -133,6 +151,11 @@ class NodeSession:
 
     def check_lease(self) -> None:
         self._lease.check()
+
+    def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> None:
+        """Commit on a single node."""
+        self.store.commit(staging, entries, facts, check_lease=self.check_lease)
+        self._hand_to_mirror()
 
     def prepare(self, staging: Staging, sealed: Sealed, files: Mapping[str, str], known: Collection[FileEntry]) -> None:
         """Write what this node has of the other's small files (base64 by path), then the records. Durable on return."""
@@ -150,7 +173,12 @@ class NodeSession:
     def settle(self, sealed: Sealed) -> dict[str, Sequence[int]]:
         """Finish a commit, and say what retention has to know of this node."""
         self.store.settle(sealed)
+        self._hand_to_mirror()
         return {"present": sorted(self.store.list_committed()), "pinned": sorted(self.store.list_pins())}
+
+    def _hand_to_mirror(self) -> None:
+        self.mirror.add(self.store.origin.branch[0])
+        self.mirror.raise_failure()  # when this step is safe here
 
     def delete(self, steps: Sequence[int]) -> list[int]:
         """Delete those of the steps that are here. A failure is a warning, tried again next time."""
@@ -168,15 +196,17 @@ class NodeSession:
             logger.warning("%s: could not be taken back, the next start does it: %s", staging.path, error)
 
     def close(self) -> None:
+        self.mirror.close()
         self._lease.release()
         atexit.unregister(self._lease.release)
 
 
 def localize(candidate: Candidate, root: str) -> Candidate:
     """Return a candidate with its path in the root of a rank; a shared root is the same for all."""
-    if not candidate.is_inside:
+    if not candidate.is_inside and candidate.url is None:
         return candidate
-    return replace(candidate, path=os.path.join(root, os.path.basename(candidate.path)))
+    folder = root if candidate.is_inside else os.path.join(root, layout.PULLED_DIR)
+    return replace(candidate, path=os.path.join(folder, os.path.basename(candidate.path)))
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from recipe_ckpt.errors import LineageError
+from recipe_ckpt.errors import LineageError, RootNotSharedError
 from recipe_ckpt.manifest import BranchEntry
+from recipe_ckpt.store import Origin
 from recipe_ckpt.survey import Survey
 
 
@@ -142,7 +143,10 @@ def decide_recovery(states: Sequence[RootState]) -> Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What lies in one node's root after recovery; `newest` is the newest readable manifest of its branch, as text."""
+    """What lies in one node's root after recovery.
+
+    `newest` is the newest readable manifest of its branch, as text, `committed` are the digests of all checkpoints there.
+    """
 
     where: str
     lineage: str | None
@@ -150,6 +154,7 @@ class Report:
     branch: tuple[BranchEntry, ...]
     refused: Mapping[int, str]
     newest: str | None
+    committed: Collection[str] = ()
 
     def to_json(self) -> Any:
         return {**asdict(self), "refused": [[step, reason] for step, reason in self.refused.items()]}
@@ -214,3 +219,86 @@ def find_missing_ranks(
     if missing & set(ranks):
         return f"the files of {name_ranks(missing & set(ranks))}, who run here now, are not here"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One node's look at a candidate, before all ranks read it; without any reason, nothing is in its way there.
+
+    `damage` is in what lies there, `missing` says whose files never did: a download would mend both. `lack` is of what was
+    never saved.
+    """
+
+    where: str
+    leader: int
+    damage: str | None = None
+    missing: str | None = None
+    lack: str | None = None
+
+    def to_json(self) -> Any:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Why a candidate can't be used, and which ranks found that in what lies on their disks."""
+
+    reason: str
+    ranks: tuple[int, ...] = ()
+
+    def to_json(self) -> Any:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(raw["reason"], tuple(raw["ranks"]))
+
+
+def join_inspections(found: Sequence[Inspection], *, can_be_pulled: bool) -> Damage | list[int]:
+    """Return what is wrong with a candidate on any node, or which leaders have to download it first.
+
+    Raises:
+        RootNotSharedError: it is whole, but ranks run where their files are not; an older one would be no better.
+    """
+    lacks = [_tell(it, it.lack, len(found)) for it in found if it.lack]
+    if lacks:
+        return Damage(lacks[0])
+    if can_be_pulled:
+        return [it.leader for it in found if it.damage or it.missing]
+    damages = [_tell(it, it.damage, len(found)) for it in found if it.damage]
+    if damages:
+        return Damage("; ".join(damages))
+    missing = [f"{it.where}: {it.missing}" for it in found if it.missing]
+    if missing:
+        raise RootNotSharedError(
+            f"checkpoint.default_local_dir: nodes keep their own files, and {'; '.join(missing)}. Start as many ranks,"
+            " each on the node where it was; or copy the step's directories of all nodes together, on each node or a shared"
+            " disk"
+        )
+    return []
+
+
+def _tell(inspection: Inspection, reason: str | None, nodes: int) -> str:
+    return f"{inspection.where}: {reason}" if nodes > 1 else str(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What rank 0 tells all nodes when it is known where the run starts.
+
+    What comes next descends from `origin`. With `makes_room` what lies in the roots is moved aside for it. `uploads` are
+    the commits that the mirror lacks.
+    """
+
+    origin: Origin
+    last_sequence: int
+    makes_room: bool
+    uploads: tuple[BranchEntry, ...] = ()
+
+    def to_json(self) -> Any:
+        return {**asdict(self), "origin": self.origin.to_json()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        uploads = tuple(BranchEntry(**entry) for entry in raw["uploads"])
+        return cls(Origin.from_json(raw["origin"]), raw["last_sequence"], raw["makes_room"], uploads)

@@ -19,6 +19,7 @@ from recipe_ckpt.survey import Commit, Survey, find_damage, read_commit, read_he
 
 NEWEST = "it is the newest of this run"
 OLDER = "it is the next older one of this run"
+ABSENT = f"{layout.MANIFEST} is missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Request:
 class Candidate:
     """A checkpoint that the run may start from. `digest` is None for a foreign one, which has no manifest.
 
-    `is_inside` says that it lies in the run's own root, `is_named` that `resume_from_path` names it. With a `url` it has to
-    be downloaded to `path` first.
+    `is_inside` says that it lies in the run's own root, `is_named` that `resume_from_path` names it. Nodes that lack it, and
+    those of the ranks in `damaged_on`, download it from `url`, if there is one.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Candidate:
     is_inside: bool = True
     is_named: bool = False
     url: str | None = None
+    damaged_on: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,21 +210,26 @@ def _inspect_step(storage: Storage, path: str, root: str) -> Candidate:
     return Candidate(step, path, commit.digest, reason, is_inside, is_named=True)
 
 
-def find_problem(storage: Storage, candidate: Candidate, contents: Collection[str]) -> str | None:
-    """Say why a candidate can't be tried: quick checks by rank 0, before all ranks read it."""
+def find_damage_of(storage: Storage, candidate: Candidate) -> str | None:
+    """Say what is wrong with a candidate where it lies: quick checks, before all ranks read it."""
     if candidate.digest is None:
         return None
     try:
         commit = read_commit(storage, candidate.path)
         if commit.digest != candidate.digest:
             return f"its {layout.MANIFEST} is not the one that was committed"
-        if lacking := sorted(set(contents) - set(commit.manifest.contents)):
-            return f"it holds {sorted(commit.manifest.contents)} and lacks {lacking} of checkpoint.load_contents"
         return find_damage(storage, candidate.path, read_held(storage, commit).table.entries, read_all=False)
     except FileNotFoundError:
-        return f"{layout.MANIFEST} is missing"
+        return ABSENT
     except (CheckpointError, OSError) as error:
         return str(error)
+
+
+def find_lack(commit: Commit, contents: Collection[str]) -> str | None:
+    """Say what a checkpoint was saved without, and so has nowhere."""
+    lacking = sorted(set(contents) - set(commit.manifest.contents))
+    held = sorted(commit.manifest.contents)
+    return f"it holds {held} and lacks {lacking} of checkpoint.load_contents" if lacking else None
 
 
 def build_origin(candidate: Candidate | None, request: Request, found: Survey, commit: Commit | None) -> Origin:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from recipe_ckpt.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    LineageError,
-    NothingToResumeError,
-)
+from recipe_ckpt.errors import CheckpointError, NothingToResumeError
 from recipe_ckpt.manifest import FileEntry, Manifest
-from recipe_ckpt.mirror_session import MirrorSession, OpenRemote
+from recipe_ckpt.mirror_session import MirrorSession
 from recipe_ckpt.node_session import NodeSession, errors_of_the_disk
-from recipe_ckpt.nodes import Report, join_reports, require_one_lineage
-from recipe_ckpt.policies import MirrorPolicy
-from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, find_problem, inspect_path
+from recipe_ckpt.nodes import Damage, Report, StartOrder, join_reports, require_one_lineage
+from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, inspect_path
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Origin, Sealed, Staging
+from recipe_ckpt.store import Sealed, Staging
 from recipe_ckpt.survey import Commit, Survey, read_commit, read_held
-from recipe_ckpt.uploader import UploadReport
 
 logger = logging.getLogger(__name__)
-
-BUSY = "busy"
 
 
 class RootSession:
@@ -39,30 +30,19 @@ class RootSession:
         storage: Storage,
         request: Request,
         retention: Retention,
-        *,
-        mirror_url: str | None,
-        mirror_policy: MirrorPolicy,
-        open_remote: OpenRemote,
     ) -> None:
         self._storage = storage
         self._request = request
         self._retention = retention
         self._node = node
         self._store = node.store
-        self._mirror = MirrorSession(mirror_url, self._store, storage, request, mirror_policy, retention, open_remote)
+        self._mirror = MirrorSession(node.mirror, self._store, request)
         self._found = Survey()
+        self._held_everywhere: frozenset[str] = frozenset()
         self._newest_elsewhere: Commit | None = None
         self._plan = Plan(())
         self._refused: dict[str, str] = {}
         self._next: Iterator[Candidate] = iter(())
-
-    @property
-    def last_upload(self) -> UploadReport | None:
-        return self._mirror.last_upload
-
-    @property
-    def pending_uploads(self) -> list[int]:
-        return self._mirror.pending
 
     def open(self, reports: Sequence[Report]) -> None:
         """Decide what to start from, when every node has recovered its root; `reports` are theirs, this node's first.
@@ -74,12 +54,12 @@ class RootSession:
             RemoteError: the mirror can't be used, and is needed.
         """
         with errors_of_the_disk(self._store.root):
-            self._mirror.clear_pulled()
             self._found = self._join(reports)
             self._found = self._mirror.join(self._found, next(self._readable_branch(), None))
             if len(reports) == 1:
                 self._node.found = self._found
             self._plan = self._decide()
+        self._held_everywhere = frozenset.intersection(*(frozenset(report.committed) for report in reports))
         self._refused = dict(self._plan.refused or {})
         self._next = iter(self._plan.candidates)
         for note in self._plan.notes:
@@ -111,65 +91,55 @@ class RootSession:
             raise self._nothing_usable()
         return None
 
-    def poll_pull(self, candidate: Candidate, within_secs: float) -> str | None:
-        """Download a candidate, begun by the first call: "busy" until that has ended, then None, or what is damaged there.
+    def find_lack(self, candidate: Candidate) -> str | None:
+        """Say what a candidate that is to be downloaded was saved without."""
+        return self._mirror.find_lack(candidate)
 
-        Raises:
-            RemoteError: it could not be downloaded.
-            ConfigError: the disk here did not take it.
-        """
-        try:
-            if not self._mirror.poll_pull(candidate, within_secs):
-                return BUSY
-        except (DamagedCheckpointError, LineageError) as error:
-            return str(error)
-        return find_problem(self._storage, candidate, self._request.contents)
+    def note_pulled(self, candidate: Candidate, ranks: Sequence[int]) -> None:
+        """These ranks' nodes have downloaded a candidate: damage that they find from now on is the mirror's, too."""
+        self._mirror.note_pulled(candidate, ranks)
 
-    def refuse(self, candidate: Candidate, reason: str) -> None:
+    def refuse(self, candidate: Candidate, damage: Damage) -> None:
         """Note why a candidate is passed over. The mirror's copy of a damaged one comes next, if there is one.
 
         Raises:
             NothingToResumeError: the user named it, so nothing may take its place.
         """
-        if self._mirror.is_worth_a_download(candidate):
-            logger.warning("%s: %s. The mirror has it, too", candidate.path, reason)
-            self._next = chain([candidate], self._next)
+        if (retried := self._mirror.retry(candidate, damage.ranks)) is not None:
+            logger.warning("%s: %s. The mirror has it, too", candidate.path, damage.reason)
+            self._next = chain([retried], self._next)
             return
-        self._refused[candidate.path] = reason
+        self._refused[candidate.path] = damage.reason
         if self._plan.is_explicit:
             raise NothingToResumeError(
-                f"{candidate.path}: {reason}. checkpoint.resume_mode=resume_path takes exactly this checkpoint; name another"
-                " one, or write checkpoint.resume_mode=auto for the newest whole one",
+                f"{candidate.path}: {damage.reason}. checkpoint.resume_mode=resume_path takes exactly this checkpoint; name"
+                " another one, or write checkpoint.resume_mode=auto for the newest whole one",
                 step=candidate.step,
                 path=candidate.path,
             )
-        logger.warning("%s: passed over: %s", candidate.path, reason)
+        logger.warning("%s: passed over: %s", candidate.path, damage.reason)
 
-    def build_origin(self, candidate: Candidate | None) -> tuple[Origin, int]:
-        """Say what comes next descends from, and the last sequence that was given out."""
+    def order_start(self, candidate: Candidate | None) -> StartOrder:
+        """Say to all nodes what comes next descends from, what has to make room for it, and what the mirror lacks of it."""
         origin = build_origin(candidate, self._request, self._found, self._read(candidate))
         makes_room = candidate is None or not candidate.is_inside
-        return origin, 0 if makes_room else self._found.last_sequence
+        uploads = self._mirror.choose_uploads(origin.branch, self._held_everywhere)
+        return StartOrder(origin, 0 if makes_room else self._found.last_sequence, makes_room, tuple(uploads))
 
-    def start(self, origin: Origin, last_sequence: int, *, archive: bool) -> str | None:
-        """Make what comes next descend from `origin`; return the folder of what had to make room."""
+    def start(self, order: StartOrder) -> str | None:
+        """Do what was ordered on rank 0's node; return the folder of what had to make room."""
         archived_there = None
-        if archive:
+        if order.makes_room:
             with errors_of_the_disk(self._store.root):
                 archived_there = self._mirror.archive()
-        archived = self._node.start(origin, last_sequence, archive=archive) or archived_there
-        self._mirror.clear_pulled()
-        self._mirror.begin_uploads()
-        return archived
+        archived = self._node.start(order, self._mirror.claim)
+        return archived or archived_there
 
     def begin(self, staging: Staging) -> None:
         self._node.begin(staging)
 
-    def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Commit:
-        commit = self._store.commit(staging, entries, self._complete(facts), check_lease=self._node.check_lease)
-        self._mirror.add(commit.entry())
-        self._mirror.raise_failure()  # when this step is safe here
-        return commit
+    def commit(self, staging: Staging, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> None:
+        self._node.commit(staging, entries, self._complete(facts))
 
     def seal(self, step: int, entries: Sequence[FileEntry], facts: Mapping[str, Any]) -> Sealed:
         return self._store.seal(step, entries, self._complete(facts))
@@ -179,7 +149,7 @@ class RootSession:
 
     def choose_deletions(self, *, present: Collection[int], pinned: Collection[int]) -> list[int]:
         """Return what retention no longer keeps, and the mirror does not need any more."""
-        return self._mirror.let_go(self._store.choose_deletions(self._retention, present=present, pinned=pinned))
+        return self._node.mirror.let_go(self._store.choose_deletions(self._retention, present=present, pinned=pinned))
 
     def prune(self) -> list[int]:
         try:
@@ -188,16 +158,6 @@ class RootSession:
         except OSError as error:
             logger.warning("%s: nothing was pruned, will be tried again: %s", self._store.root, error)
             return []
-
-    def drain(self, should_stop: Callable[[], bool]) -> None:
-        """Wait for the uploads that are not done, at most `exit_upload_wait_secs`."""
-        self._mirror.drain(should_stop)
-
-    def raise_upload_failure(self) -> None:
-        self._mirror.raise_failure()
-
-    def close(self) -> None:
-        self._mirror.close()
 
     def _warn_if_tight(self) -> None:
         """Compare the free space of the root's own disk with the newest checkpoint: the next one needs as much again."""

@@ -126,6 +126,25 @@ def read_held(storage: Readable, commit: Commit) -> Held:
     return Held(FileTable(tuple(entry for entry in table.entries if entry.path in paths)), ranks)
 
 
+def read_needed(storage: Readable, commit: Commit, ranks: Collection[int], world_size: int) -> FileTable:
+    """Of a checkpoint that lies whole in one place return the files that a node of these ranks reads.
+
+    That is the part of the node that had the same ranks of as many when it was saved; if there was none, everything.
+
+    Raises:
+        DamagedCheckpointError: as `read_files`; or that node's note is missing or changed.
+    """
+    table = read_files(storage, commit)
+    name = layout.build_node_note_name(min(ranks))
+    entry = next((entry for entry in table.entries if entry.path == name), None)
+    if entry is None or commit.manifest.world_size != world_size:
+        return table
+    note = _read_note(storage, commit, entry)
+    if set(note.ranks) != set(ranks):
+        return table
+    return FileTable(tuple(entry for entry in table.entries if entry.path in note.paths))
+
+
 def _read_note(storage: Readable, commit: Commit, entry: FileEntry) -> NodeNote:
     path = os.path.join(commit.path, entry.path)
     data = _read_part(storage, commit, path)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from recipe_ckpt.errors import DamagedCheckpointError, RemoteUnreachableError
 from recipe_ckpt.manifest import FileEntry, Manifest
 from recipe_ckpt.remote import OnBytes, Remote
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.survey import Commit, read_commit, read_files
+from recipe_ckpt.survey import Commit, read_commit, read_needed
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,19 @@ def build_retrying(pace: RetryPace, ended: threading.Event) -> Retrying:
 
 
 def fetch(
-    remote: Remote, name: str, directory: str, storage: Storage, ended: threading.Event, on_bytes: OnBytes | None = None
+    remote: Remote,
+    name: str,
+    directory: str,
+    storage: Storage,
+    ended: threading.Event,
+    on_bytes: OnBytes | None = None,
+    *,
+    ranks: Collection[int] = (0,),
+    of: int = 1,
 ) -> Manifest | None:
     """Download a step into a new local directory, its manifest last; return that, None for a foreign checkpoint.
 
+    Where nodes sent the parts of their own disks, and one of them had just these `ranks` `of` all, its part is enough.
     Durable on return; every byte of ours was compared with its digest. Not tried again once `ended` is set.
 
     Raises:
@@ -65,7 +74,7 @@ def fetch(
     if commit is None:
         entries = [FileEntry(path, size, "", "", 0) for path, size in remote.list_files(name).items()]
     else:
-        entries = list(read_files(remote, commit).entries)
+        entries = list(read_needed(remote, commit, ranks, of).entries)
     for entry in entries:
         if os.path.isabs(entry.path) or ".." in entry.path.split("/"):
             raise DamagedCheckpointError(f"{remote.url}/{name}: the file name {entry.path!r} leads out of it", path=name)
@@ -124,6 +133,7 @@ class Pull:
         self._bytes = 0
         self._told_at = time.monotonic()
         self._lock = threading.Lock()
+        self._is_told = False
         self._error: BaseException | None = None
         self._is_done = threading.Event()  # a join() that Ctrl-C interrupts takes the thread for ended
         self._thread = threading.Thread(target=self._run, args=(work,), name="recipe-ckpt-pull", daemon=True)
@@ -146,7 +156,9 @@ class Pull:
             return False
         if self._error is not None:
             raise self._error
-        logger.info("downloaded %s: %.1f MB", self._url, self._bytes / 1e6)
+        if not self._is_told:
+            self._is_told = True
+            logger.info("downloaded %s: %.1f MB", self._url, self._bytes / 1e6)
         return True
 
     def join(self) -> None:

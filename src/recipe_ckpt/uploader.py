@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tqdm import tqdm
 
-from recipe_ckpt import layout
-from recipe_ckpt.errors import CheckpointError, DamagedCheckpointError, RemoteUnreachableError, UploadFailedError, to_clause
-from recipe_ckpt.manifest import BranchEntry, FileTable
-from recipe_ckpt.mirror import Claim, Mirror, StepGoneError
+from recipe_ckpt.branches import Claim
+from recipe_ckpt.errors import DamagedCheckpointError, RemoteUnreachableError, UploadFailedError, to_clause
+from recipe_ckpt.manifest import BranchEntry
+from recipe_ckpt.mirror import Mirror, StepGoneError, StepWaitsError
 from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.storage import Storage
@@ -23,6 +23,9 @@ from recipe_ckpt.transfer import RetryPace, build_retrying
 logger = logging.getLogger(__name__)
 
 _POLL_SECS = 0.1
+_FIRST_WAIT_SECS = 0.2
+_LONGEST_WAIT_SECS = 5.0
+_TELL_WAIT_SECS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +36,31 @@ class UploadReport:
     sent_bytes: int
     upload_secs: float
     url: str
+    what: str = "step"
 
     def describe(self) -> str:
         rate = self.sent_bytes / 1e6 / max(self.upload_secs, 1e-9)
         size = f"{self.sent_bytes / 1e6:.1f} MB in {self.upload_secs:.2f} s ({rate:.0f} MB/s)"
-        return f"mirrored step {self.step}: uploaded {size} to {self.url}"
+        return f"mirrored {self.what} {self.step}: uploaded {size} to {self.url}"
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A step that other nodes have to send their parts of first; `sent_bytes` went from here."""
+
+    begin: float
+    again_at: float = 0.0
+    pause_secs: float = _FIRST_WAIT_SECS
+    sent_bytes: int = 0
+    reason: str = ""
+    is_told: bool = False
 
 
 class Uploader:
-    """One thread that keeps the mirror up with the root, the newest step first. Lives on rank 0.
+    """One thread that keeps the mirror up with the root, the newest step first. Lives on the node's leader.
 
     Args:
-        claim: gives what this run may publish at the moment.
+        claim: gives what this run may publish at the moment; None on nodes but rank 0's, which send their parts.
         retention: what stays on the mirror; `policy.max_to_keep` is its number.
         list_pins: gives the steps that are never deleted.
     """
@@ -57,7 +73,7 @@ class Uploader:
         policy: MirrorPolicy,
         retention: Retention,
         *,
-        claim: Callable[[], Claim],
+        claim: Callable[[], Claim] | None,
         list_pins: Callable[[], Collection[int]],
         pace: RetryPace | None = None,
     ) -> None:
@@ -73,6 +89,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._pending: dict[int, BranchEntry] = {}
+        self._waits: dict[int, _Wait] = {}
         self._current: BranchEntry | None = None
         self._failure: Exception | None = None
         self._is_told = False
@@ -80,6 +97,11 @@ class Uploader:
         self._wait_ends_at: float | None = None
         self._on_bytes: Callable[[int], object] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="recipe-ckpt-mirror", daemon=True)
+
+    @property
+    def _is_quiet(self) -> bool | None:
+        """Whether no progress bar is shown; None: only on a terminal. Rank 0's speaks for all nodes."""
+        return None if self._claim is not None else True
 
     @property
     def pending(self) -> list[int]:
@@ -98,6 +120,7 @@ class Uploader:
         """Queue a step that was just committed."""
         with self._changed:
             self._pending[entry.step] = entry
+            self._waits.pop(entry.step, None)
             self._has_newer = True
             self._wait_ends_at = None
             self._changed.notify_all()
@@ -142,9 +165,9 @@ class Uploader:
         steps = self.pending
         if not steps or time.monotonic() >= deadline:
             return
-        total = sum(self._measure(step) for step in steps)
+        total = sum(self._mirror.measure(entry) for entry in self._list_waiting())
         logger.info("waiting for the steps %s (%.1f MB) to reach %s", steps, total / 1e6, self._mirror.url)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=None) as bar:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=self._is_quiet) as bar:
             self._on_bytes = lambda count: bar.update(count)
             with self._changed:
                 while self._pending and not (self._is_hopeless() or should_stop() or time.monotonic() > deadline):
@@ -160,7 +183,9 @@ class Uploader:
         if self._thread.is_alive():
             self._thread.join()
         if steps := self.pending:
-            cause = f" ({to_clause(self._failure)})" if self._failure else ""
+            reasons = [f"step {step}: {self._waits[step].reason}" for step in steps if step in self._waits]
+            cause = to_clause(self._failure) if self._failure else "; ".join(reasons)
+            cause = f" ({cause})" if cause else ""
             self._log(
                 f"{self._mirror.url}: the steps {steps} are NOT there{cause}. They are whole in {self._root}; the next start"
                 " sends them"
@@ -172,13 +197,6 @@ class Uploader:
     def _order(self) -> list[BranchEntry]:
         return sorted(self._pending.values(), key=lambda entry: -entry.sequence)
 
-    def _measure(self, step: int) -> int:
-        path = os.path.join(self._root, layout.build_step_name(step), layout.FILE_TABLE)
-        try:
-            return sum(entry.size_bytes for entry in FileTable.decode(self._storage.read(path), path).entries)
-        except (OSError, CheckpointError):
-            return 0
-
     # --- the thread
 
     def _run(self) -> None:
@@ -186,6 +204,8 @@ class Uploader:
             try:
                 self._send(entry)
                 self._settle(entry, None)
+            except StepWaitsError as error:
+                self._postpone(entry, error)
             except StepGoneError:
                 self._settle(entry, None)
             except DamagedCheckpointError as error:
@@ -195,27 +215,62 @@ class Uploader:
                 self._settle(entry, error)
 
     def _take(self) -> BranchEntry | None:
-        """Return the newest step that waits; after a failure rest first, unless a newer step comes."""
+        """Return the newest step that can be sent; after a failure rest first, unless a newer step comes."""
         with self._changed:
             if self._failure is not None and not self._closing.is_set():
                 self._changed.wait_for(lambda: self._has_newer or self._closing.is_set(), self._pace.rest_secs)
             self._has_newer = False
-            while not self._pending and not self._closing.is_set():
-                self._changed.wait()
-            self._current = None if self._closing.is_set() else self._order()[0]
-            return self._current
+            while not self._closing.is_set():
+                ready_in = {entry.step: self._find_pause(entry.step) for entry in self._order()}
+                self._current = next((entry for entry in self._order() if not ready_in[entry.step]), None)
+                if self._current is not None:
+                    return self._current
+                self._changed.wait(min(ready_in.values(), default=None))
+            self._current = None
+            return None
+
+    def _find_pause(self, step: int) -> float:
+        wait = self._waits.get(step)
+        return max(wait.again_at - time.monotonic(), 0.0) if wait else 0.0
 
     def _send(self, entry: BranchEntry) -> None:
-        begin = time.monotonic()
         pinned = self._list_pins()
         retrying = build_retrying(self._pace, self._closing)
-        if not retrying(self._mirror.wants, entry, self._list_waiting(), self._retention, pinned=pinned):
-            return
-        sent_bytes = retrying(self._mirror.send, entry, self._claim(), lambda count: self._on_bytes(count))
-        self.last_upload = UploadReport(entry.step, sent_bytes, time.monotonic() - begin, self._mirror.url)
+        waiting = self._list_waiting()
+        if retrying(self._mirror.wants, entry, waiting, self._retention, pinned=pinned):
+            begin = time.monotonic()
+            send = self._mirror.send_part if self._claim is None else partial(self._mirror.send, claim=self._claim())
+            self._report(entry, retrying(send, entry, on_bytes=self._count), begin)
+        if self._claim is not None:
+            steps = {other.step for other in waiting if other != entry}
+            if deleted := self._mirror.prune(self._retention, steps, pinned=pinned):
+                logger.info("%s: pruned the steps %s", self._mirror.url, deleted)
+
+    def _count(self, size_bytes: int) -> None:
+        self._on_bytes(size_bytes)
+
+    def _report(self, entry: BranchEntry, sent_bytes: int, begin: float) -> None:
+        if (wait := self._waits.get(entry.step)) is not None:
+            sent_bytes, begin = sent_bytes + wait.sent_bytes, wait.begin
+        what = "step" if self._claim is not None else "this node's part of step"
+        self.last_upload = UploadReport(entry.step, sent_bytes, time.monotonic() - begin, self._mirror.url, what)
         logger.info("%s", self.last_upload.describe())
-        if deleted := self._mirror.prune(self._retention, pinned=pinned):
-            logger.info("%s: pruned the steps %s", self._mirror.url, deleted)
+
+    def _postpone(self, entry: BranchEntry, error: StepWaitsError) -> None:
+        """Look again later, less and less often; others go first."""
+        now = time.monotonic()
+        with self._changed:
+            self._current = None
+            if self._pending.get(entry.step) != entry:
+                return
+            wait = self._waits.setdefault(entry.step, _Wait(now))
+            wait.sent_bytes += error.sent_bytes
+            wait.reason = str(error)
+            wait.again_at = now + wait.pause_secs
+            wait.pause_secs = min(2 * wait.pause_secs, _LONGEST_WAIT_SECS)
+            is_told, wait.is_told = wait.is_told, wait.is_told or now - wait.begin > _TELL_WAIT_SECS
+        if wait.is_told and not is_told:
+            self._log(f"{self._mirror.url}: step {entry.step} waits: {wait.reason}")
 
     def _list_waiting(self) -> list[BranchEntry]:
         with self._changed:
@@ -226,6 +281,7 @@ class Uploader:
             self._current = None
             if error is None and self._pending.get(entry.step) == entry:
                 del self._pending[entry.step]
+                self._waits.pop(entry.step, None)
             if error is None or not self._closing.is_set():  # the end cuts calls off: no fault of the server
                 self._failure = error
             self._changed.notify_all()

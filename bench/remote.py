@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import hdfs_native
@@ -23,10 +24,12 @@ import torch
 
 from bench.common import Rounds, build_lines, median_ms, print_table, write_json
 from recipe_ckpt import CheckpointHandler, layout
+from recipe_ckpt.branches import Claim
 from recipe_ckpt.engines.base import WrittenPart
 from recipe_ckpt.manifest import BranchEntry, FileEntry
-from recipe_ckpt.mirror import Claim, Mirror
+from recipe_ckpt.mirror import Mirror
 from recipe_ckpt.remote_client import RemoteClient
+from recipe_ckpt.step_sender import StepSender
 from recipe_ckpt.storage import LocalStorage, Storage
 from recipe_ckpt.store import Origin
 from recipe_ckpt.survey import survey
@@ -113,18 +116,25 @@ def measure(url: str, files: int, mb: float, rounds: int, folder: str) -> dict[s
         Origin(survey(LocalStorage(), root).lineage or "", branch=(entry,)), entry.sequence, frozenset({entry.digest})
     )
     remote = RemoteClient(f"{url}/ours")
-    mirror = Mirror(remote, root, LocalStorage())
+    sender = StepSender(Mirror(remote), root, LocalStorage())
+    send = partial(sender.send, entry, claim)
     remote.probe()  # its process has started
     timed = Rounds(rounds)
     for number in timed:
-        measure_round(timed, client, mirror, entry, claim, step_dir, f"/{path}/{number}", os.path.join(folder, "down"))
+        measure_round(timed, client, remote, send, step_dir, f"/{path}/{number}", os.path.join(folder, "down"))
     remote.close()
     shutil.rmtree(root)
     return timed.samples
 
 
 def measure_round(
-    timed: Rounds, client: Any, mirror: Mirror, entry: BranchEntry, claim: Claim, step_dir: str, there: str, here: str
+    timed: Rounds,
+    client: Any,
+    remote: RemoteClient,
+    send: Callable[[], int],
+    step_dir: str,
+    there: str,
+    here: str,
 ) -> None:
     """Upload and download once in each way, and remove all of it; `there` and `here` are directories of this round."""
     names = sorted(os.listdir(step_dir))
@@ -133,15 +143,15 @@ def measure_round(
         os.makedirs(f"{here}/{way}")
     name = layout.build_step_name(STEP)
     timed.time("upload: raw, 8 threads", lambda: copy_all(copy_up, client, step_dir, f"{there}/raw", names, PARALLEL_FILES))
-    timed.time("upload: ours", lambda: mirror.send(entry, claim))
+    timed.time("upload: ours", send)
     timed.time("upload: one by one", lambda: copy_all(copy_up, client, step_dir, f"{there}/seed", names, 1))
     timed.time(
         "download: raw, 8 threads", lambda: copy_all(copy_down, client, f"{there}/raw", f"{here}/raw", names, PARALLEL_FILES)
     )
-    timed.time("download: ours", lambda: fetch(mirror.remote, name, f"{here}/ours", LocalStorage(), threading.Event()))
+    timed.time("download: ours", lambda: fetch(remote, name, f"{here}/ours", LocalStorage(), threading.Event()))
     timed.time("download: one by one", lambda: copy_all(copy_down, client, f"{there}/seed", f"{here}/seed", names, 1))
     shutil.rmtree(here)
-    mirror.remote.remove_tree("")
+    remote.remove_tree("")
     client.delete(there, recursive=True)
 
 

@@ -39,6 +39,7 @@ LAYERS = {
     "transfer": 3,
     "branches": 3,
     "mirror": 3,
+    "step_sender": 3,
     "node_mirror": 3,
     "uploader": 3,
     "mirror_session": 3,

@@ -146,6 +146,23 @@ def test_a_step_that_waits_for_the_other_node_does_not_keep_others_back(nodes):
 
 
 @pytest.mark.parametrize("disk", [0, 1])
+def test_a_file_of_the_other_node_that_vanishes_there_meanwhile_stops_nothing(nodes, disk):
+    seen = []
+
+    def vanish(number, name):
+        if name in ("list_files", "put_file"):
+            seen.append(name)
+            if len(seen) in (1, 4):
+                raise FileNotFoundError(2, "No such file or directory", "a temporary one")
+
+    nodes.remotes[disk].before = vanish
+    assert nodes.launch(5, 10) == [0, 0]
+    assert list_steps(nodes.mirror) == [5, 10]
+    assert_whole(nodes.mirror)
+    assert len(seen) > 4
+
+
+@pytest.mark.parametrize("disk", [0, 1])
 def test_what_was_not_sent_is_sent_at_the_next_start(nodes, disk):
     nodes.launch(5)
     nodes.remotes[disk].is_down = True
@@ -252,7 +269,7 @@ def test_other_nodes_and_other_numbers_of_ranks_resume_it(place, disks):
             self.value = reader.value
 
     nodes = Nodes(place, engine=Resharding)
-    nodes.launch(5, 10)
+    assert nodes.launch(5, 10) == [0, 0]
     nodes.remotes = {disk: WatchedRemote(str(nodes.mirror)) for disk in range(4)}
     assert nodes.launch(15, disks=disks) == [10] * len(disks)
     assert nodes.launch(disks=disks) == [15] * len(disks)

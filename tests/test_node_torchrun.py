@@ -2,13 +2,14 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
-import pytest
-
+from recipe_ckpt.remote_fsspec import FsspecRemote
 from recipe_ckpt.storage import LocalStorage
 from recipe_ckpt.survey import verify
 from tests.ranks import run_ranks
@@ -61,9 +62,18 @@ def find_free_port():
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize(("strategy", "async_save"), [("ddp", "true"), ("fsdp2", "false")])
-def test_nodes_killed_and_started_again_equal_the_twin(tmp_path, strategy, async_save):
-    engine = (f"engine.strategy={strategy}", f"checkpoint.async_save={async_save}", "trainer.save_freq=2")
+def check_against_twin(tmp_path, *overrides):
+    twin = tmp_path / "twin.jsonl"
+    run_ranks(2, train_on_rank, ["checkpoint=none", *overrides, STEPS, f"trainer.audit_file={twin}"], None)
+    assert by_rank_and_step(read_audit(tmp_path / "audit.jsonl")) == by_rank_and_step(read_audit(twin))
+
+
+def step_of(tmp_path, node, step):
+    return tmp_path / f"node{node}" / "ck" / f"global_step_{step}"
+
+
+def test_nodes_killed_and_started_again_equal_the_twin(tmp_path):
+    engine = ("engine.strategy=ddp", "checkpoint.async_save=true", "trainer.save_freq=2")
     codes, outputs = start_agents(tmp_path, *engine, "toy.kill_after=5")
     assert 0 not in codes
     assert find_resumed(outputs) == "none"
@@ -72,10 +82,24 @@ def test_nodes_killed_and_started_again_equal_the_twin(tmp_path, strategy, async
     assert find_resumed(outputs) in ("2", "4")  # a background save of step 4 may have been cut off
     assert any("2 separate roots" in output for output in outputs), outputs
     for node in (0, 1):
-        step = tmp_path / f"node{node}" / "ck" / "global_step_9"
+        step = step_of(tmp_path, node, 9)
         assert len(list(step.glob("node_*.json"))) == 1
         assert len(list(step.glob("rng_*.pt"))) == 1
         assert verify(LocalStorage(), str(step), read_all=True) is None
-    twin = tmp_path / "twin.jsonl"
-    run_ranks(2, train_on_rank, ["checkpoint=none", *engine[:1], STEPS, f"trainer.audit_file={twin}"], None)
-    assert by_rank_and_step(read_audit(tmp_path / "audit.jsonl")) == by_rank_and_step(read_audit(twin))
+    check_against_twin(tmp_path, engine[0])
+
+
+def test_a_node_that_lost_its_disk_has_it_back_from_hdfs_and_all_equal_the_twin(tmp_path, hdfs_url):
+    engine = ("engine.strategy=fsdp2", "trainer.save_freq=2", f"checkpoint.default_hdfs_dir={hdfs_url}/run")
+    codes, outputs = start_agents(tmp_path, *engine, "toy.kill_after=5", "toy.kill_when_mirrored=true")
+    assert 0 not in codes
+    shutil.rmtree(tmp_path / "node1")
+    codes, outputs = start_agents(tmp_path, *engine)
+    assert codes == [0, 0], outputs
+    assert find_resumed(outputs) == "4"
+    with closing(FsspecRemote(f"{hdfs_url}/run")) as remote:
+        assert remote.read("latest_checkpointed_iteration.txt") == b"9"
+        parts = [{path.name for path in step_of(tmp_path, node, 9).iterdir()} for node in (0, 1)]
+        assert set(remote.list_files("global_step_9")) == parts[0] | parts[1]
+        assert parts[0] != parts[1]
+    check_against_twin(tmp_path, engine[0])

@@ -18,6 +18,7 @@ from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.remote import OnBytes, Remote
 from recipe_ckpt.resume import Candidate
 from recipe_ckpt.retention import Retention
+from recipe_ckpt.step_sender import StepSender
 from recipe_ckpt.store import Staging, Store
 from recipe_ckpt.survey import list_pins, read_commit
 from recipe_ckpt.transfer import Pull, fetch
@@ -57,15 +58,11 @@ class NodeMirror:
         self._storage = store.storage
         self._retention = retention
         self._open_remote = open_remote
-        self.mirror = None if url is None else Mirror(open_remote(url), store.root, self._storage, is_alone=self._is_alone)
+        self.mirror = None if url is None else Mirror(open_remote(url))
         self._others: dict[str, Remote] = {}
         self._pull: Pull | None = None
         self._ended = threading.Event()
         self._uploader: Uploader | None = None
-
-    @property
-    def _is_alone(self) -> bool:
-        return len(self._node.ranks) == self._world_size
 
     @property
     def last_upload(self) -> UploadReport | None:
@@ -187,10 +184,10 @@ class NodeMirror:
         """Send these committed steps, newest first, and from now on what is added. `claim` is None on nodes but rank 0's."""
         if self.mirror is None:
             return
+        is_alone = len(self._node.ranks) == self._world_size
         self._uploader = Uploader(
             self.mirror,
-            self._store.root,
-            self._storage,
+            StepSender(self.mirror, self._store.root, self._storage, is_alone=is_alone),
             self.policy,
             self._retention,
             claim=claim,

@@ -201,7 +201,8 @@ class _DiskTree(_RenamingTree):
             if entry.is_dir and not entry.is_link:
                 yield from ((f"{entry.name}/{name}", size) for name, size in self.walk(inner))
             elif not entry.is_dir:
-                yield entry.name, os.stat(inner).st_size
+                with suppress(FileNotFoundError):  # an upload of somebody else, renamed meanwhile
+                    yield entry.name, os.stat(inner).st_size
 
     def size_bytes(self, path: str) -> int:
         return self._disk.size_bytes(path)

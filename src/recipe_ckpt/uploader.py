@@ -14,10 +14,10 @@ from tqdm import tqdm
 from recipe_ckpt.branches import Claim
 from recipe_ckpt.errors import DamagedCheckpointError, RemoteUnreachableError, UploadFailedError, to_clause
 from recipe_ckpt.manifest import BranchEntry
-from recipe_ckpt.mirror import Mirror, StepGoneError, StepWaitsError
+from recipe_ckpt.mirror import Mirror
 from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.retention import Retention
-from recipe_ckpt.storage import Storage
+from recipe_ckpt.step_sender import StepGoneError, StepSender, StepWaitsError
 from recipe_ckpt.transfer import RetryPace, build_retrying
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class Uploader:
     def __init__(
         self,
         mirror: Mirror,
-        root: str,
-        storage: Storage,
+        sender: StepSender,
         policy: MirrorPolicy,
         retention: Retention,
         *,
@@ -79,8 +78,7 @@ class Uploader:
     ) -> None:
         self.last_upload: UploadReport | None = None
         self._mirror = mirror
-        self._root = root
-        self._storage = storage
+        self._sender = sender
         self._policy = policy
         self._retention = retention
         self._claim = claim
@@ -165,7 +163,7 @@ class Uploader:
         steps = self.pending
         if not steps or time.monotonic() >= deadline:
             return
-        total = sum(self._mirror.measure(entry) for entry in self._list_waiting())
+        total = sum(self._sender.measure(entry) for entry in self._list_waiting())
         logger.info("waiting for the steps %s (%.1f MB) to reach %s", steps, total / 1e6, self._mirror.url)
         with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=self._is_quiet) as bar:
             self._on_bytes = lambda count: bar.update(count)
@@ -187,8 +185,8 @@ class Uploader:
             cause = to_clause(self._failure) if self._failure else "; ".join(reasons)
             cause = f" ({cause})" if cause else ""
             self._log(
-                f"{self._mirror.url}: the steps {steps} are NOT there{cause}. They are whole in {self._root}; the next start"
-                " sends them"
+                f"{self._mirror.url}: the steps {steps} are NOT there{cause}. They are whole on the local disk; the next"
+                " start sends them"
             )
 
     def _is_hopeless(self) -> bool:
@@ -239,7 +237,7 @@ class Uploader:
         waiting = self._list_waiting()
         if retrying(self._mirror.wants, entry, waiting, self._retention, pinned=pinned):
             begin = time.monotonic()
-            send = self._mirror.send_part if self._claim is None else partial(self._mirror.send, claim=self._claim())
+            send = self._sender.send_part if self._claim is None else partial(self._sender.send, claim=self._claim())
             self._report(entry, retrying(send, entry, on_bytes=self._count), begin)
         if self._claim is not None:
             steps = {other.step for other in waiting if other != entry}

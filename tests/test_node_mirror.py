@@ -1,6 +1,8 @@
 """A mirror of roots that are local to their nodes: each sends its part, all of them are one step, each gets its own back."""
 
+import logging
 import os
+import re
 import shutil
 import threading
 
@@ -229,14 +231,17 @@ def test_a_step_that_one_node_lacks_is_not_sent(nodes):
 
 @pytest.mark.parametrize("wiped", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(("disks", "engine"), [((0, 1), TinyEngine), ((0, 0, 1, 1), VerlEngine)])
-def test_a_node_that_lost_its_disk_gets_its_part_back(place, wiped, disks, engine):
+def test_a_node_that_lost_its_disk_gets_its_part_back(place, wiped, disks, engine, caplog):
     nodes = Nodes(place, disks, engine)
     nodes.launch(5, 10)
     before = {disk: read_tree(nodes.step(disk, 10)) for disk in (0, 1)}
     nodes.wipe(*wiped)
+    caplog.set_level(logging.INFO)
     assert nodes.launch(15) == [10] * len(disks)
     for disk in wiped:
         assert read_tree(nodes.step(disk, 10)) == before[disk]
+        assert re.search(rf"disk{disk}/global_step_10 on .*: .* It is downloaded from {nodes.there(10)}", caplog.text)
+    assert caplog.text.count("downloaded ") == 1 + len(wiped), "and how much, once for all nodes"
     assert [bool(nodes.downloads(disk)) for disk in (0, 1)] == [disk in wiped for disk in (0, 1)]
     assert list_steps(nodes.mirror) == [5, 10, 15]
     assert nodes.launch() == [15] * len(disks)

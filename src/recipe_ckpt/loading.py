@@ -16,7 +16,6 @@ from recipe_ckpt.coordination import Coordinator
 from recipe_ckpt.drift import Change, describe_changes, require_resumable
 from recipe_ckpt.errors import DamagedCheckpointError, RootNotSharedError, StateMismatchError
 from recipe_ckpt.manifest import FileTable, decode_json
-from recipe_ckpt.node_mirror import BUSY
 from recipe_ckpt.node_session import NodeSession, localize
 from recipe_ckpt.nodes import (
     Damage,
@@ -34,6 +33,7 @@ from recipe_ckpt.resume import ABSENT, Candidate
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import Storage
 from recipe_ckpt.survey import Commit, read_commit, read_held
+from recipe_ckpt.transfer import PullProgress
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,10 @@ class Resumer:
         if isinstance(verdict, Damage):
             return {"damage": verdict.to_json(), "pullers": []}
         for look in looks:
-            if look.leader in verdict and look.damage != ABSENT:
-                logger.warning("%s: %s. The mirror has it, too", look.where, look.damage or look.missing)
+            if look.leader in verdict:
+                log = logger.info if look.damage == ABSENT else logger.warning
+                log("%s: %s. It is downloaded from %s", look.where, look.damage or look.missing, candidate.url)
+                self._leader().note_pulled(candidate, self._nodes.of(look.leader).ranks)
         return {"damage": None, "pullers": verdict}
 
     def _pull(self, candidate: Candidate, pullers: Sequence[int]) -> Damage | None:
@@ -197,19 +199,13 @@ class Resumer:
         own = self._node.mirror if self._node and self._coordinator.rank in pullers else None
         if own is not None:
             own.begin_pull(localize(candidate, self._root))
-        outcome: str | None = BUSY
-        while outcome == BUSY:
+        progress = PullProgress(str(candidate.url))
+        outcome = {"is_done": False}
+        while not outcome["is_done"]:
             outcome = self._coordinator.together(
-                lambda: own.poll_pull(_POLL_SECS) if own else None, lambda found: self._join_pulls(candidate, pullers, found)
+                lambda: own.poll_pull(_POLL_SECS) if own else None, lambda found: _join_pulls(found, progress)
             )
-        return None if outcome is None else Damage(outcome)
-
-    def _join_pulls(self, candidate: Candidate, pullers: Sequence[int], found: Sequence[str | None]) -> str | None:
-        if BUSY in found:
-            return BUSY
-        ranks = [rank for leader in pullers for rank in self._nodes.of(leader).ranks]
-        self._leader().note_pulled(candidate, ranks)
-        return next((damage for damage in found if damage is not None), None)
+        return Damage(str(outcome["damage"])) if outcome["damage"] else None
 
     def _refuse(self, candidate: Candidate, damage: Damage) -> None:
         self._coordinator.lead(lambda: self._leader().refuse(candidate, damage))
@@ -296,6 +292,15 @@ class Resumer:
     def _leader(self) -> RootSession:
         assert self._session is not None, "only rank 0 has a session"
         return self._session
+
+
+def _join_pulls(found: Sequence[Any], progress: PullProgress) -> dict[str, Any]:
+    pulls = [pull for pull in found if pull is not None]
+    damage = next((pull["damage"] for pull in pulls if pull["damage"]), None)
+    is_done = all(pull["is_done"] for pull in pulls)
+    if not (is_done and damage):
+        progress.tell(sum(pull["size_bytes"] for pull in pulls), is_done=is_done)
+    return {"is_done": is_done, "damage": damage}
 
 
 def _join_damage(found: Sequence[str | None]) -> Any:

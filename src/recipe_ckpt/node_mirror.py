@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from recipe_ckpt import layout
 from recipe_ckpt.branches import Claim
@@ -27,8 +28,6 @@ from recipe_ckpt.uploader import Uploader, UploadReport
 logger = logging.getLogger(__name__)
 
 OpenRemote = Callable[[str], Remote]
-
-BUSY = "busy"
 
 
 class NodeMirror:
@@ -119,24 +118,23 @@ class NodeMirror:
 
     def begin_pull(self, candidate: Candidate) -> None:
         """Start to download a candidate to its path, in a thread; `poll_pull` tells how it goes."""
-        assert candidate.url is not None
-        self._pull = Pull(candidate.url, lambda on_bytes: self._download(candidate, on_bytes))
+        self._pull = Pull(lambda on_bytes: self._download(candidate, on_bytes))
         self._pull.start()
 
-    def poll_pull(self, within_secs: float) -> str | None:
-        """Return "busy" until the download has ended, then None, or what is damaged there.
+    def poll_pull(self, within_secs: float) -> dict[str, Any]:
+        """Return what has come so far, whether the download `is_done`, and then what is damaged there, if anything is.
 
         Raises:
             RemoteError: it could not be downloaded.
             ConfigError: the disk here did not take it.
         """
         assert self._pull is not None
+        is_done, damage = True, None
         try:
-            if not self._pull.poll(within_secs):
-                return BUSY
+            is_done = self._pull.poll(within_secs)
         except (DamagedCheckpointError, LineageError) as error:
-            return str(error)
-        return None
+            damage = str(error)
+        return {"is_done": is_done, "damage": damage, "size_bytes": self._pull.size_bytes}
 
     def _download(self, candidate: Candidate, on_bytes: OnBytes) -> None:
         try:

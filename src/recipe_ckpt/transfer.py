@@ -126,14 +126,12 @@ def run_parallel(work: Callable[[FileEntry], None], entries: Iterable[FileEntry]
 
 
 class Pull:
-    """A download in a thread of its own, so that the ranks that wait for it hear from rank 0 all the while."""
+    """A download in a thread of its own, so that the ranks that wait for it hear from its rank all the while."""
 
-    def __init__(self, url: str, work: Callable[[Callable[[int], None]], None]) -> None:
-        self._url = url
-        self._bytes = 0
-        self._told_at = time.monotonic()
+    def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
+        self.size_bytes = 0
+        """How much has come so far."""
         self._lock = threading.Lock()
-        self._is_told = False
         self._error: BaseException | None = None
         self._is_done = threading.Event()  # a join() that Ctrl-C interrupts takes the thread for ended
         self._thread = threading.Thread(target=self._run, args=(work,), name="recipe-ckpt-pull", daemon=True)
@@ -150,15 +148,9 @@ class Pull:
             ConfigError: the disk here did not take it.
         """
         if not self._is_done.wait(within_secs):
-            if time.monotonic() - self._told_at >= _TELL_SECS:
-                self._told_at = time.monotonic()
-                logger.info("downloading %s: %.1f MB so far", self._url, self._bytes / 1e6)
             return False
         if self._error is not None:
             raise self._error
-        if not self._is_told:
-            self._is_told = True
-            logger.info("downloaded %s: %.1f MB", self._url, self._bytes / 1e6)
         return True
 
     def join(self) -> None:
@@ -168,7 +160,7 @@ class Pull:
 
     def _count(self, size_bytes: int) -> None:
         with self._lock:
-            self._bytes += size_bytes
+            self.size_bytes += size_bytes
 
     def _run(self, work: Callable[[Callable[[int], None]], None]) -> None:
         try:
@@ -177,3 +169,18 @@ class Pull:
             self._error = error
         finally:
             self._is_done.set()
+
+
+class PullProgress:
+    """Tells how a download goes, on however many nodes; on rank 0."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._told_at = time.monotonic()
+
+    def tell(self, size_bytes: int, *, is_done: bool) -> None:
+        if is_done:
+            logger.info("downloaded %s: %.1f MB", self._url, size_bytes / 1e6)
+        elif time.monotonic() - self._told_at >= _TELL_SECS:
+            self._told_at = time.monotonic()
+            logger.info("downloading %s: %.1f MB so far", self._url, size_bytes / 1e6)

@@ -29,9 +29,9 @@ from recipe_ckpt.engines.base import WrittenPart
 from recipe_ckpt.manifest import BranchEntry, FileEntry
 from recipe_ckpt.mirror import Mirror
 from recipe_ckpt.remote_client import RemoteClient
+from recipe_ckpt.sealing import Origin
 from recipe_ckpt.step_sender import StepSender
 from recipe_ckpt.storage import LocalStorage, Storage
-from recipe_ckpt.store import Origin
 from recipe_ckpt.survey import survey
 from recipe_ckpt.transfer import PARALLEL_FILES, fetch
 from tests.hdfs_cluster import HdfsCluster, fetch_jars

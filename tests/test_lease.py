@@ -12,8 +12,8 @@ import pytest
 from recipe_ckpt.errors import LeaseHeldError
 from recipe_ckpt.lease import WATCH_SECS, Lease, Owner, Standing, find_launch_id, judge, read_pid_start
 from recipe_ckpt.manifest import encode_json
+from recipe_ckpt.sealing import Staging
 from recipe_ckpt.storage import LocalStorage
-from recipe_ckpt.store import Staging
 from tests.tiny import Run, list_steps, make_checkpoints, resume, run_in_child, run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from recipe_ckpt.errors import LineageError
 from recipe_ckpt.manifest import BranchEntry, RunRecord, is_in_ranges
-from recipe_ckpt.store import Origin
+from recipe_ckpt.sealing import Origin
 from recipe_ckpt.survey import Commit, Survey, select_ancestors
 
 

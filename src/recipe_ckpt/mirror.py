@@ -16,14 +16,14 @@ from recipe_ckpt.errors import (
     RemoteError,
     RemoteRefusedError,
 )
+from recipe_ckpt.layout import LEFT_BEHIND
 from recipe_ckpt.manifest import (
     BranchEntry,
     RunRecord,
     is_in_ranges,
 )
 from recipe_ckpt.remote import Remote
-from recipe_ckpt.retention import Retention, choose_deletions
-from recipe_ckpt.store import LEFT_BEHIND, rate
+from recipe_ckpt.retention import Retention, choose_deletions, rate
 from recipe_ckpt.survey import Survey, list_steps, read_commit, survey
 
 logger = logging.getLogger(__name__)

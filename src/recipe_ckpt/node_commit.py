@@ -20,9 +20,9 @@ from recipe_ckpt.errors import RankError, RankTimeoutError, SaveFailedError
 from recipe_ckpt.manifest import FileEntry, NodeNote, describe_bytes
 from recipe_ckpt.node_session import NodeSession
 from recipe_ckpt.nodes import Nodes
+from recipe_ckpt.sealing import Sealed, Staging
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Sealed, Staging
 
 logger = logging.getLogger(__name__)
 

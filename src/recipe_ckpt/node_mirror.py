@@ -19,8 +19,9 @@ from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.remote import OnBytes, Remote
 from recipe_ckpt.resume import Candidate
 from recipe_ckpt.retention import Retention
+from recipe_ckpt.sealing import Staging
 from recipe_ckpt.step_sender import StepSender
-from recipe_ckpt.store import Staging, Store
+from recipe_ckpt.store import Store
 from recipe_ckpt.survey import list_pins, read_commit
 from recipe_ckpt.transfer import Pull, fetch
 from recipe_ckpt.uploader import Uploader, UploadReport

@@ -20,8 +20,9 @@ from recipe_ckpt.node_mirror import NodeMirror
 from recipe_ckpt.node_probe import refuse_root
 from recipe_ckpt.nodes import Inspection, Node, Recovery, Report, RootState, StartOrder, find_missing_ranks
 from recipe_ckpt.resume import ABSENT, Candidate, find_damage_of, find_lack
+from recipe_ckpt.sealing import Sealed, Staging
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Sealed, Staging, Store
+from recipe_ckpt.store import Store
 from recipe_ckpt.survey import Commit, Survey, read_commit, read_held, survey
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from recipe_ckpt.errors import LineageError, RootNotSharedError
 from recipe_ckpt.manifest import BranchEntry
-from recipe_ckpt.store import Origin
+from recipe_ckpt.sealing import Origin
 from recipe_ckpt.survey import Survey
 
 

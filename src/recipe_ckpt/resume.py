@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from recipe_ckpt import layout
 from recipe_ckpt.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from recipe_ckpt.manifest import BranchEntry, Continues, extend_ranges, is_in_ranges
+from recipe_ckpt.sealing import Origin, build_lineage
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Origin, build_lineage
 from recipe_ckpt.survey import Commit, Survey, find_damage, read_commit, read_held, select_ancestors, survey
 
 NEWEST = "it is the newest of this run"

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from recipe_ckpt.manifest import BranchEntry
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -29,6 +31,11 @@ class Kept:
     sequence: int
     on_branch: bool
     metric: float | None = None
+
+
+def rate(entry: BranchEntry, retention: Retention, on_branch: bool) -> Kept:
+    metric = entry.metrics.get(retention.best_metric or "")
+    return Kept(entry.step, entry.sequence, on_branch, None if metric is None else float(metric))
 
 
 def choose_deletions(commits: Iterable[Kept], retention: Retention, *, pinned: Collection[int]) -> list[int]:

@@ -26,9 +26,9 @@ from recipe_ckpt.node_session import NodeSession
 from recipe_ckpt.nodes import Nodes
 from recipe_ckpt.policies import SavePolicy
 from recipe_ckpt.retention import Retention
+from recipe_ckpt.sealing import Staging
 from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Staging
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from recipe_ckpt.node_session import NodeSession, errors_of_the_disk
 from recipe_ckpt.nodes import Damage, Report, StartOrder, join_reports, require_one_lineage
 from recipe_ckpt.resume import Candidate, Plan, Request, build_origin, decide, inspect_path
 from recipe_ckpt.retention import Retention
+from recipe_ckpt.sealing import Sealed, Staging
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.store import Sealed, Staging
 from recipe_ckpt.survey import Commit, Survey, read_commit, read_held
 
 logger = logging.getLogger(__name__)

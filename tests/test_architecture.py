@@ -20,6 +20,8 @@ LAYERS = {
     "config": 0,
     "drift": 0,
     "policies": 0,
+    "checks": 0,
+    "checkpoint_rules": 0,
     "validation": 0,
     "rank_env": 0,
     "storage": 1,

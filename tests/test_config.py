@@ -13,10 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe_ckpt import config
+from recipe_ckpt.checkpoint_rules import validate_checkpoint
 from recipe_ckpt.config import ResumeMode
 from recipe_ckpt.errors import ConfigError
 from recipe_ckpt.hydra_side import SCHEMAS, build_recipe, register_schemas
-from recipe_ckpt.validation import validate, validate_checkpoint
+from recipe_ckpt.validation import validate
 
 CONF = os.path.join(os.path.dirname(__file__), "..", "conf")
 

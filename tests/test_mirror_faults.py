@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from recipe_ckpt.checkpoint_rules import validate_checkpoint
 from recipe_ckpt.errors import (
     ConfigError,
     NothingToResumeError,
@@ -25,7 +26,6 @@ from recipe_ckpt.policies import LoadPolicy, SavePolicy
 from recipe_ckpt.sft.loop import run
 from recipe_ckpt.storage import LocalStorage
 from recipe_ckpt.survey import survey
-from recipe_ckpt.validation import validate_checkpoint
 from tests.remotes import WatchedRemote, assert_whole
 from tests.test_crash import check_litter, check_whole, sweep
 from tests.test_mirror import read_tree, to, wait_until

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from recipe_ckpt.checkpoint_rules import check_remote_url
 from recipe_ckpt.errors import ConfigError, RemoteRefusedError, RemoteUnreachableError
 from recipe_ckpt.remote_client import Deadlines, RemoteClient
 from recipe_ckpt.remote_failures import translate_failure
 from recipe_ckpt.remote_fsspec import FsspecRemote
 from recipe_ckpt.storage import DirEntry, describe_file
-from recipe_ckpt.validation import check_remote_url
 from tests.hdfs_cluster import write_settings
 
 KINDS = ["path", "file", "memory", "hdfs"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from recipe_ckpt.checkpoint_rules import validate_checkpoint
 from recipe_ckpt.contents import Stateful
 from recipe_ckpt.engines.base import Engine
 from recipe_ckpt.handler import CheckpointHandler
@@ -14,7 +15,6 @@ from recipe_ckpt.policies import LoadPolicy, MirrorPolicy, ResumePoint, SavePoli
 from recipe_ckpt.retention import Retention
 from recipe_ckpt.saving import SaveReport
 from recipe_ckpt.uploader import UploadReport
-from recipe_ckpt.validation import validate_checkpoint
 
 
 def build_handler(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+from recipe_ckpt.checkpoint_rules import validate_checkpoint
 from recipe_ckpt.contents import RunContents, Stateful, check_names, name_engines
 from recipe_ckpt.coordination import Coordinator, SoloCoordinator, SpmdCoordinator
 from recipe_ckpt.engines.base import Engine
@@ -27,7 +28,6 @@ from recipe_ckpt.session import RootSession
 from recipe_ckpt.storage import LocalStorage, Storage
 from recipe_ckpt.store import Store
 from recipe_ckpt.uploader import UploadReport
-from recipe_ckpt.validation import validate_checkpoint
 
 logger = logging.getLogger(__name__)
 

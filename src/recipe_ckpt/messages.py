@@ -20,8 +20,8 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from recipe_ckpt.checks import NULL_LIKE, find_nearest
 from recipe_ckpt.errors import ConfigError
-from recipe_ckpt.validation import NULL_LIKE, find_nearest
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _PASSWORD = re.compile(r"//[^/@\s]*:[^/@\s]*@")

@@ -60,13 +60,13 @@ def build_parser(what: str, rounds: int) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_options(what: str, *, mb: float, rounds: int, has_many: bool) -> list[Options]:
+def parse_options(what: str, arguments: Sequence[str] | None, *, mb: float, rounds: int, has_many: bool) -> list[Options]:
     """Return one entry for each state to be measured: of few large tensors, and with `has_many` of 2,000 of 4 KB too."""
     parser = build_parser(what, rounds)
     parser.add_argument("--mb", type=float, default=mb, help="bytes of each rank's state, in MB")
     parser.add_argument("--tensors", type=int, help="measure one state, of --mb in about so many tensors")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4), help="processes; the state is sharded by FSDP2")
-    found = parser.parse_args()
+    found = parser.parse_args(arguments)
     shared = {"ranks": found.ranks, "rounds": found.rounds, "folder": found.folder, "json": found.json}
     states = [Options(found.mb, found.tensors or 18, **shared)]
     if has_many and not found.tensors:
@@ -82,14 +82,18 @@ def run_bench(
     what: str,
     measure: Callable[[Options], Measured],
     report: Callable[[Samples, int], tuple[list[Line], dict[str, float]]],
+    arguments: Sequence[str] | None = None,
     *,
     mb: float = 200,
     rounds: int = 5,
     has_many: bool = True,
 ) -> None:
-    """Measure each state on all ranks, print a table of what `report` makes of the slowest ranks, and write its ratios."""
+    """Measure each state on all ranks, print a table of what `report` makes of the slowest ranks, and write its ratios.
+
+    `arguments` are by default those of the process.
+    """
     ratios: dict[str, float] = {}
-    states = parse_options(what, mb=mb, rounds=rounds, has_many=has_many)
+    states = parse_options(what, arguments, mb=mb, rounds=rounds, has_many=has_many)
     for options in states:
         results = run_ranks(options, measure)
         tensors, samples = results[0][0], merge_slowest([found for _, found in results])

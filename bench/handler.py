@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import distributed
@@ -145,7 +146,7 @@ def measure(options: Options) -> Measured:
             handler.load_checkpoint()
             for number in rounds:
                 disk.changes.clear()
-                rounds.time(SAVE, lambda step=number + 1: handler.save_checkpoint(step))
+                rounds.time(SAVE, partial(handler.save_checkpoint, number + 1))
                 for what, path, _ in disk.changes:
                     if what == "write":  # a rank that did not make the directory of this save itself
                         os.makedirs(os.path.dirname(path).replace(root, copy, 1), exist_ok=True)
@@ -160,5 +161,9 @@ def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]
     return build_lines(samples, LIMIT, tensors), ratios
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_bench(__doc__ or "", measure, report, arguments, mb=0, rounds=30, has_many=False)
+
+
 if __name__ == "__main__":
-    run_bench(__doc__, measure, report, mb=0, rounds=30, has_many=False)
+    main()

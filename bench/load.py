@@ -7,12 +7,12 @@ first load, for which the optimizer's state has to be made, page by page. Torch'
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import distributed
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from bench.common import (
     CONTENTS,
@@ -45,7 +45,7 @@ def measure(options: Options) -> Measured:
     rounds = Rounds(options.rounds)
     with shared_folder(options) as folder:
         own, entries = save(engine, folder)
-        dcp.save(tree, checkpoint_id=os.path.join(folder, "dcp"))
+        state_dict_saver.save(tree, checkpoint_id=os.path.join(folder, "dcp"))
         write_torch(folder, tree)
         torch_path = os.path.join(folder, f"torch-{distributed.get_rank()}.pt")
         buffer = bytearray(max(entry.size_bytes for entry in own))
@@ -55,7 +55,7 @@ def measure(options: Options) -> Measured:
             engine.optimizer.state.clear()
             rounds.time(FRESH, lambda: engine.restore(folder, entries, CONTENTS))
             rounds.time("torch.load, this rank's tensors", lambda: torch.load(torch_path, weights_only=True))
-            rounds.time("dcp.load", lambda: dcp.load(tree, checkpoint_id=os.path.join(folder, "dcp")))
+            rounds.time("dcp.load", lambda: state_dict_loader.load(tree, checkpoint_id=os.path.join(folder, "dcp")))
     return count_tensors(engine), rounds.samples
 
 
@@ -88,5 +88,9 @@ def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]
     }
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_bench(__doc__ or "", measure, report, arguments)
+
+
 if __name__ == "__main__":
-    run_bench(__doc__, measure, report)
+    main()

@@ -155,8 +155,8 @@ def measure_round(
     client.delete(there, recursive=True)
 
 
-def measure_steps(url: str, mb: float, folder: str) -> dict[str, list[float]]:
-    """Return the seconds of a step of matrix products, alone and while one upload runs; on one thread."""
+def measure_steps(url: str, mb: float, count: int, folder: str) -> dict[str, list[float]]:
+    """Return the seconds of `count` steps of matrix products alone, and of those while one upload runs; on one thread."""
     torch.set_num_threads(1)
     root = os.path.join(folder, "root_steps")
     size = torch.rand(512, 512)
@@ -167,11 +167,11 @@ def measure_steps(url: str, mb: float, folder: str) -> dict[str, list[float]]:
             size @ size
         return time.perf_counter() - began
 
-    alone = [step() for _ in range(200)]
+    alone = [step() for _ in range(count)]
     with CheckpointHandler(FilesEngine(8, mb), [], default_local_dir=root, default_hdfs_dir=f"{url}/steps") as handler:
         handler.load_checkpoint()
         handler.save_checkpoint(STEP)
-        beside = []
+        beside = [step()]  # a small upload may have ended by then
         while handler.pending_uploads:
             beside.append(step())
     shutil.rmtree(root)
@@ -193,15 +193,16 @@ def started(url: str | None) -> Iterator[str]:
             cluster.stop()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=1000, help="bytes of a checkpoint, in MB")
     parser.add_argument("--files", type=int, nargs="*", default=[8, 500], help="in so many files")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200, help="training steps that are measured alone")
     parser.add_argument("--url", help="a directory on an HDFS that runs already")
     parser.add_argument("--folder", default=os.getcwd(), help="a directory on the disk that checkpoints lie on")
     parser.add_argument("--json", help="write the ratios into this file")
-    found = parser.parse_args()
+    found = parser.parse_args(arguments)
     ratios = {}
     with started(found.url) as url, tempfile.TemporaryDirectory(prefix=".bench_", dir=found.folder) as folder:
         for files in found.files:
@@ -213,7 +214,7 @@ def main() -> None:
                 ratios[f"{way}_{files}_raw_over_ours"] = median_ms(samples[limit]) / median_ms(samples[f"{way}: ours"])
                 seed = median_ms(samples[f"{way}: one by one"])
                 ratios[f"{way}_{files}_one_by_one_over_ours"] = seed / median_ms(samples[f"{way}: ours"])
-        steps = measure_steps(url, found.mb, folder)
+        steps = measure_steps(url, found.mb, found.steps, folder)
         print_table("a training step", build_lines(steps, "a step, alone", 1))
         ratios["step_beside_upload_over_alone"] = median_ms(steps["a step, beside an upload"]) / median_ms(
             steps["a step, alone"]

@@ -7,12 +7,13 @@ into it outside of the time (bench.stall has it), and the index within; the bloc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import distributed
+from torch.distributed.checkpoint import state_dict_saver
 
 from bench.common import (
     CONTENTS,
@@ -43,7 +44,7 @@ BLOCKING = "blocking snapshot: write + finish"
 def measure(options: Options) -> Measured:
     engine = build_engine(options)
     tree = build_tree(engine)
-    raw = memoryview(torch.randint(0, 255, (count_bytes(engine),), dtype=torch.uint8).numpy())
+    raw = memoryview(os.urandom(count_bytes(engine)))
     rounds = Rounds(options.rounds)
     with shared_folder(options) as parent:
         folder = os.path.join(parent, "save")
@@ -58,10 +59,10 @@ def measure(options: Options) -> Measured:
         for _ in rounds:
             time_in_folder(LIMIT, lambda: write_raw(folder, raw))
             staged = engine.snapshot(CONTENTS, stage=True)
-            time_in_folder(STAGED, lambda snapshot=staged: write_ours(folder, snapshot))
+            time_in_folder(STAGED, partial(write_ours, folder, staged))
             time_in_folder(BLOCKING, lambda: write_ours(folder, engine.snapshot(CONTENTS)))
             time_in_folder("torch.save + fsync, this rank's tensors", lambda: write_torch(folder, tree))
-            time_in_folder("dcp.save", lambda: dcp.save(tree, checkpoint_id=folder))
+            time_in_folder("dcp.save", lambda: state_dict_saver.save(tree, checkpoint_id=folder))
     return count_tensors(engine), rounds.samples
 
 
@@ -95,5 +96,9 @@ def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]
     }
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_bench(__doc__ or "", measure, report, arguments)
+
+
 if __name__ == "__main__":
-    run_bench(__doc__, measure, report)
+    main()

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.common import Line, Rounds, build_parser, median_ms, print_table, write_json
@@ -83,12 +83,12 @@ def build_index(tensors: int) -> TensorIndex:
     return TensorIndex({"model": PartIndex(stored)})
 
 
-def main() -> None:
-    parser = build_parser(__doc__, rounds=5)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = build_parser(__doc__ or "", rounds=5)
     parser.add_argument("--ranks", type=int, default=4096, help="simulated ones, in this process")
     parser.add_argument("--steps", type=int, default=10_000, help="step directories")
     parser.add_argument("--tensors", type=int, default=100_000, help="in the index")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rounds = Rounds(options.rounds)
     works = build_works(options.ranks, options.tensors)
     root = tempfile.mkdtemp(prefix=".bench_", dir=options.folder)

@@ -7,11 +7,12 @@ takes longer for them: snapshot, compute, wait as the optimizer step would; less
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from bench.common import (
     CONTENTS,
@@ -84,7 +85,7 @@ def _compute_beside(engine: Any, compute: Computing) -> Any:
 
 def _time_dcp(rounds: Rounds, name: str, tree: dict[str, Any], folder: str, stager: Any) -> None:
     path = os.path.join(folder, "dcp")
-    rounds.time(name, lambda: dcp.async_save(tree, checkpoint_id=path, async_stager=stager)).result()
+    rounds.time(name, lambda: async_save(tree, checkpoint_id=path, async_stager=stager)).result()
     remove_together(path)
 
 
@@ -100,5 +101,9 @@ def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]
     }
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_bench(__doc__ or "", measure, report, arguments)
+
+
 if __name__ == "__main__":
-    run_bench(__doc__, measure, report)
+    main()

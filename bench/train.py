@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -77,8 +77,9 @@ class Training:
 
 
 def open_handler(training: Training, root: str, policy: SavePolicy) -> CheckpointHandler:
-    options = {"default_local_dir": root, "max_ckpt_to_keep": 1, "save_policy": policy}
-    handler = CheckpointHandler(training.engine, EmptyLoader(), **options)
+    handler = CheckpointHandler(
+        training.engine, EmptyLoader(), default_local_dir=root, max_ckpt_to_keep=1, save_policy=policy
+    )
     handler.load_checkpoint()
     return handler
 
@@ -98,12 +99,12 @@ def measure(options: Options) -> Measured:
         for _ in rounds:
             rounds.time(WITHOUT, lambda: training.run(STEPS))
             for name, handler in handlers.items():
-                rounds.time(name, lambda handler=handler: training.run(STEPS, handler.save_checkpoint))
+                rounds.time(name, partial(training.run, STEPS, handler.save_checkpoint))
                 handler.wait()
                 distributed.barrier()
             pending: list[Any] = []
             save = partial(_save_by_dcp, pending, tree, path, stager)
-            rounds.time(DCP, lambda save=save: training.run(STEPS, save))
+            rounds.time(DCP, partial(training.run, STEPS, save))
             pending[0].result()
             remove_together(path)
     stager.close()
@@ -111,7 +112,7 @@ def measure(options: Options) -> Measured:
 
 
 def _save_by_dcp(pending: list[Any], tree: dict[str, Any], path: str, stager: DefaultStager, step: int) -> None:
-    pending.append(dcp.async_save(tree, checkpoint_id=path, async_stager=stager))
+    pending.append(async_save(tree, checkpoint_id=path, async_stager=stager))
 
 
 def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]]:
@@ -123,5 +124,9 @@ def report(samples: Samples, tensors: int) -> tuple[list[Line], dict[str, float]
     return lines, {"train_with_over_without": median_ms(samples[ASYNC]) / median_ms(samples[WITHOUT])}
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_bench(__doc__ or "", measure, report, arguments, mb=100, has_many=False)
+
+
 if __name__ == "__main__":
-    run_bench(__doc__, measure, report, mb=100, has_many=False)
+    main()

@@ -16,6 +16,7 @@ from torch import distributed
 
 from recipe_ckpt import preemption
 from recipe_ckpt.errors import ConfigError, LeaseHeldError, RankError
+from recipe_ckpt.job import ends_process
 from recipe_ckpt.launch import run_ranks
 from recipe_ckpt.rank_env import RankFilter, RankFormatter, count_ranks, describe_slurm_ranks, name_launch
 from tests.toy import compose_toy, open_toy
@@ -95,6 +96,20 @@ def test_a_rank_of_another_node_does_not_write_into_the_file(monkeypatch):
         monkeypatch.setenv(key, value)
     assert write_record(logging.ERROR, own_node=True) is None
     assert write_record(logging.ERROR) is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "in_sweep"),
+    [
+        (ConfigError("trainer.device", "cuda", "cpu", "Write cpu."), True, True),
+        (LeaseHeldError("root: held by pid 7; end it"), True, False),
+        (RankError("rank 0 failed: ValueError: wrong"), False, False),
+        (ValueError("a fault of the code"), False, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_an_error_ends_the_process_if_it_says_what_to_mend_and_concerns_every_job(error, alone, in_sweep):
+    assert (ends_process(error, in_sweep=False), ends_process(error, in_sweep=True)) == (alone, in_sweep)
 
 
 # --- processes of our own
@@ -219,6 +234,18 @@ def read_logs(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.log"))}
 
 
+@pytest.mark.parametrize("ranks", [(), (TWO,)], ids=["one process", "ranks from inside"])
+def test_an_error_that_says_what_to_mend_is_on_the_terminal_once_and_in_the_log(tmp_path, ranks):
+    wrong = ("checkpoint.resume_mode=resume_path", "checkpoint.resume_from_path=nothing")
+    code, output = run_to_end(tmp_path, *ranks, *wrong)
+    assert code == 1
+    assert output.count("/nothing', which does not exist") == 1, output
+    assert output.splitlines()[-1].startswith("CheckpointNotFoundError: checkpoint.resume_from_path: ")
+    assert "Traceback" not in output
+    (log,) = read_logs(tmp_path / "outputs").values()
+    assert "[recipe_ckpt.launch][ERROR] - CheckpointNotFoundError: checkpoint.resume_from_path: " in log
+
+
 @pytest.mark.case("C1101", "C1102", "C1103")
 def test_every_way_to_start_resumes_one_root_and_writes_one_log(tmp_path):
     code, output = run_to_end(tmp_path, TWO, "hydra.job.chdir=true", "trainer.save_freq=2")
@@ -240,6 +267,7 @@ def test_every_way_to_start_resumes_one_root_and_writes_one_log(tmp_path):
     more = ("checkpoint.resume_mode=resume_path", path, "hydra.job.chdir=true", "toy.raise_on=1", "hydra.job.name=again")
     code, output = run_to_end(tmp_path, *more, python=(*torchrun, "--rdzv-id", "x", "-m", "tests.toy"))
     assert code == 1
+    assert "[rank 1] ValueError: rank 1 was told to fail" in output
     (name,) = (tmp_path / "outputs").glob("torchrun-x*")
     logs = read_logs(name)
     assert list(logs) == ["again.log"]

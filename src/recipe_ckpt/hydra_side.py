@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import get_method
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe_ckpt import config, layout, sweeps, validation
 from recipe_ckpt.command_line import leave_errors_to_hydra
-from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
+from recipe_ckpt.errors import CheckpointError, ConfigError
+from recipe_ckpt.job import ends_process, is_sweep
 from recipe_ckpt.messages import explain, keys_as_typed
 from recipe_ckpt.rank_env import count_ranks, find_rank, name_launch
 
@@ -106,10 +106,6 @@ def build_recipe(cfg: DictConfig) -> Recipe:
     )
 
 
-def _is_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
-
-
 def _require_heard_choice() -> None:
     """Refuse an option of `checkpoint` whose values `+compat=verl` would replace.
 
@@ -132,8 +128,7 @@ def clean_exit() -> Iterator[None]:
     except OmegaConfBaseException as error:
         sys.exit(explain(error))
     except CheckpointError as error:
-        # Only an Exception is one job's alone; what is wrong with the configuration ends the sweep.
-        if not can_be_mended(error) or (_is_sweep() and not isinstance(error, ConfigError)):
+        if not ends_process(error, in_sweep=is_sweep()):
             raise
         sys.exit(f"{type(error).__name__}: {error}")
 

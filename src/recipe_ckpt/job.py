@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from recipe_ckpt import preemption
+from recipe_ckpt.errors import CheckpointError, ConfigError, can_be_mended
 from recipe_ckpt.preemption import StopRequest
 from recipe_ckpt.rank_env import describe_slurm_ranks
 
@@ -29,7 +30,7 @@ def job() -> Iterator[None]:
     signal ends the sweep with its exit code, also when it came too late for the job that ran.
     """
     with environment(describe_slurm_ranks()):
-        if not _is_sweep():
+        if not is_sweep():
             yield
             return
         with _own_process_group(), preemption.watch() as stop:
@@ -38,6 +39,14 @@ def job() -> Iterator[None]:
             finally:
                 if stop.is_set:
                     stop.leave()
+
+
+def ends_process(error: BaseException, *, in_sweep: bool) -> bool:
+    """Say whether what a job raised ends the process with one line on stderr; everything else is left to Hydra.
+
+    In a sweep a failure is one job's alone, but what is wrong with the configuration is so for all of them.
+    """
+    return isinstance(error, CheckpointError) and can_be_mended(error) and (isinstance(error, ConfigError) or not in_sweep)
 
 
 @contextmanager
@@ -98,7 +107,8 @@ def _leads_process_group(pid: int) -> bool:
     return False
 
 
-def _is_sweep() -> bool:
+def is_sweep() -> bool:
+    """Say whether this process runs a job of a sweep. Without Hydra it does not."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

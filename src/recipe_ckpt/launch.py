@@ -24,10 +24,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipe_ckpt import preemption
-from recipe_ckpt.errors import CheckpointError, ConfigError, RankError, can_be_mended, rebuild_error
-from recipe_ckpt.job import environment, send_signal
+from recipe_ckpt.errors import CheckpointError, ConfigError, RankError, RankTimeoutError, can_be_mended, rebuild_error
+from recipe_ckpt.job import ends_process, environment, is_sweep, send_signal
 from recipe_ckpt.preemption import StopRequest
-from recipe_ckpt.rank_env import count_ranks, find_rank
+from recipe_ckpt.rank_env import SHOWN_AT_EXIT, count_ranks, find_rank
 
 if TYPE_CHECKING:
     from recipe_ckpt.sft.recipe import Recipe
@@ -52,7 +52,7 @@ def run_ranks(work: Callable[..., Any], recipe: Recipe, *arguments: Any) -> Any:
     try:
         return work(recipe, *arguments)
     except Exception as error:
-        _log_failure(error)
+        _log_failure(error, in_sweep=is_sweep())
         raise
 
 
@@ -70,7 +70,7 @@ def _start_ranks(count: int, work: Callable[..., Any], recipe: Recipe, *argument
             start = elastic_launch(_configure(count, folder), _work)
             failures = {}
             try:
-                ends = start(desk, _describe_logging(), work, recipe, *arguments)
+                ends = start(desk, _describe_logging(), is_sweep(), work, recipe, *arguments)
             except SignalException as end:  # SIGHUP and SIGQUIT: torch has ended the ranks
                 sys.exit(128 + end.sigval)
             except ChildFailedError as error:
@@ -151,7 +151,9 @@ class _Forwarder(StopRequest):
                 send_signal(rank.pid, number if is_heard else signal.SIGKILL)
 
 
-def _work(desk: _Desk, job_logging: Mapping[str, Any] | None, work: Callable[..., Any], *arguments: Any) -> _End:
+def _work(
+    desk: _Desk, job_logging: Mapping[str, Any] | None, in_sweep: bool, work: Callable[..., Any], *arguments: Any
+) -> _End:
     """Run a rank's work in its process. What it raises is logged, left on the desk, and raised again."""
     os.setpgid(0, 0)  # a terminal sends Ctrl-C to its whole process group: the ranks get it once, from who started them
     with preemption.watch():
@@ -164,7 +166,7 @@ def _work(desk: _Desk, job_logging: Mapping[str, Any] | None, work: Callable[...
         except KeyboardInterrupt:  # torch takes a process that ends by it for one that works on
             return _End(has_exited=True, code=130)
         except Exception as error:
-            _log_failure(error)
+            _log_failure(error, in_sweep=in_sweep)
             desk.note_failure(_describe_failure(error))
             raise
     return _End(value if find_rank() == 0 else None)
@@ -233,9 +235,18 @@ def _raise_failure(failures: Sequence[_Failure], count: int, rank: int, process:
     raise RankError(f"rank {root.rank}: {root.kind}: {root.message}{suspects}\n\nrank {root.rank}'s {root.trace}")
 
 
-def _log_failure(error: Exception) -> None:
+def _log_failure(error: Exception, *, in_sweep: bool) -> None:
+    """Log what ends a rank: for the file only if the process is about to end with it, or if it repeats another rank's."""
     is_clear = isinstance(error, CheckpointError) and can_be_mended(error)
-    log.error("%s: %s", type(error).__name__, error, exc_info=None if is_clear else error)
+    is_shown_at_exit = ends_process(error, in_sweep=in_sweep) or _repeats_another(error)
+    extra = {SHOWN_AT_EXIT: is_shown_at_exit}
+    log.error("%s: %s", type(error).__name__, error, exc_info=None if is_clear else error, extra=extra)
+
+
+def _repeats_another(error: Exception) -> bool:
+    """Say whether another rank has told the cause itself; one that gave no answer has not."""
+    causes = [found for found in (error, error.__cause__) if isinstance(found, RankError)]
+    return any(not isinstance(found, RankTimeoutError) for found in causes)
 
 
 def _describe_logging() -> dict[str, Any] | None:

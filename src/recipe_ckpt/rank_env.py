@@ -15,6 +15,9 @@ from recipe_ckpt.errors import ConfigError
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 
+SHOWN_AT_EXIT = "is_shown_at_exit"
+"""The attribute of a log record whose error ends the process, or repeats the one that does."""
+
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> int:
     return int(_find_ranks(environment).get("RANK", "0"))
@@ -77,6 +80,13 @@ class RankFormatter(logging.Formatter):
         text = super().format(record)
         rank = find_rank()
         return "\n".join(f"[rank {rank}] {line}" for line in text.splitlines()) if rank else text
+
+
+class ShownOnceFilter(logging.Filter):
+    """Keeps from the terminal the error that stderr shows when the process ends: a record that says so of itself."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(record, SHOWN_AT_EXIT, False)
 
 
 class RankFilter(logging.Filter):

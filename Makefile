@@ -18,5 +18,5 @@ check: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[sft,hdfs,sweep,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[sft,hdfs,s3,sweep,dev]'
 	touch $@

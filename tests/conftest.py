@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hdfs_cluster import INSTALL, HdfsCluster, HdfsError, fetch_jars, list_missing_packages
+from tests.s3_server import S3Server, list_missing_modules
 
 # Where `datasets` keeps what it has read; it asks the environment when it is imported.
 _CACHE = tempfile.TemporaryDirectory(prefix="recipe_ckpt_datasets_")
@@ -36,17 +37,23 @@ def mirror(tmp_path):
 
 
 HDFS_MISSING = pytest.StashKey[str]()
+S3_MISSING = pytest.StashKey[str]()
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "hdfs" in item.fixturenames:
-            item.add_marker("hdfs")
+        for server in {"hdfs", "s3"} & set(item.fixturenames):
+            item.add_marker(server)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if reason := config.stash.get(HDFS_MISSING, None):
-        terminalreporter.write_line(f"The tests on a real HDFS were skipped: {reason}")
+    for name, key in (("a real HDFS", HDFS_MISSING), ("an S3 server", S3_MISSING)):
+        if reason := config.stash.get(key, None):
+            terminalreporter.write_line(f"The tests on {name} were skipped: {reason}")
+
+
+def is_required(server):
+    return server in os.environ.get("RECIPE_CKPT_REQUIRE", "").split(",")
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +62,7 @@ def hdfs(request):
     try:
         cluster, folder = start_hdfs()
     except HdfsError as error:
-        if "hdfs" in os.environ.get("RECIPE_CKPT_REQUIRE", "").split(","):
+        if is_required("hdfs"):
             raise
         request.config.stash[HDFS_MISSING] = str(error)
         pytest.skip(f"no HDFS: {error}")
@@ -87,3 +94,31 @@ def hdfs_url(hdfs):
     """A directory of the test's own, not made yet; afterwards what the test did to the nodes is undone."""
     yield f"{hdfs.uri}/{uuid.uuid4().hex}"
     hdfs.restart()
+
+
+@pytest.fixture(scope="session")
+def s3(request, tmp_path_factory):
+    """An S3 server for the rest of the session, which is what s3:// means from now on: tests/s3_server.py.
+
+    Who needs a place in it, asks for `s3_url`.
+    """
+    if missing := list_missing_modules():
+        reason = f"{', '.join(missing)} are not installed. Run: pip install -c constraints.txt -e '.[s3,dev]'"
+        assert not is_required("s3"), reason
+        request.config.stash[S3_MISSING] = reason
+        pytest.skip(f"no S3 server: {reason}")
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        patch.delenv("AWS_PROFILE", raising=False)
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def s3_url(s3):
+    """A place in a bucket of the test's own; afterwards what the test did to the server is undone."""
+    yield s3.make_place()
+    s3.undo()

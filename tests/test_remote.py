@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from recipe_ckpt.remote_fsspec import FsspecRemote
 from recipe_ckpt.storage import DirEntry, describe_file
 from tests.hdfs_cluster import write_settings
 
-KINDS = ["path", "file", "memory", "hdfs"]
-RENAMING = [(opened, kind) for opened in (FsspecRemote, RemoteClient) for kind in KINDS if kind != "memory"]
-REMOTES = [*RENAMING, (FsspecRemote, "memory")]
+RENAMING = [(opener, kind) for opener in (FsspecRemote, RemoteClient) for kind in ("path", "file", "hdfs")]
+OBJECTS = [(FsspecRemote, "memory"), (FsspecRemote, "s3"), (RemoteClient, "s3")]
+MARKS = {"hdfs": pytest.mark.hdfs, "s3": pytest.mark.s3}
 ODD_NAMES = ["a b", "100%", "a%20b", "ü", "模型", "a?b#c", "a+b&c"]
 KEY = "checkpoint.default_hdfs_dir"
 LEFT_OVER = ".0123456789abcdef0123456789abcdef.tmp"
@@ -31,19 +32,33 @@ LEFT_OVER = ".0123456789abcdef0123456789abcdef.tmp"
 
 def name_params(params):
     return [
-        pytest.param(item, id=f"{item[0].__name__}-{item[1]}", marks=[pytest.mark.hdfs] if "hdfs" in item else [])
-        for item in params
+        pytest.param((opener, kind), id=f"{opener.__name__}-{kind}", marks=[MARKS[kind]] if kind in MARKS else [])
+        for opener, kind in params
     ]
 
 
-@pytest.fixture(params=name_params(REMOTES))
+@pytest.fixture(params=name_params([*RENAMING, *OBJECTS]))
 def remote(request, tmp_path):
     opener, kind = request.param
     urls = {"path": f"{tmp_path}/r", "file": f"file://{tmp_path}/r", "memory": f"memory://{tmp_path.name}/r"}
-    opened = opener(urls.get(kind) or request.getfixturevalue("hdfs_url"))
+    is_shared = request.param == (RemoteClient, "s3")
+    opened = (
+        request.getfixturevalue("s3_client")
+        if is_shared
+        else opener(urls.get(kind) or request.getfixturevalue(f"{kind}_url"))
+    )
     yield opened
     opened.remove_tree("")
-    opened.close()
+    if not is_shared:
+        opened.close()
+
+
+@pytest.fixture(scope="class")
+def s3_client(s3):
+    """One for all tests of the class: an S3 library takes its second to be imported by a new process."""
+    client = RemoteClient(s3.make_place())
+    yield client
+    client.close()
 
 
 only_renaming = pytest.mark.parametrize("remote", name_params(RENAMING), indirect=True)
@@ -156,6 +171,11 @@ class TestContract:
         remote.put_file(local, "a/f")
         assert [entry.name for entry in remote.list_dir("a")] == ["f", f"other{LEFT_OVER}"]
 
+    def test_directory_is_no_file(self, remote):
+        remote.write("a/f", b"1")
+        with pytest.raises(RemoteRefusedError, match="directory"):
+            remote.read("a")
+
     def test_threads_share_it(self, remote, local, tmp_path):
         def move(number):
             remote.put_file(local, f"a/{number}")
@@ -245,6 +265,8 @@ class TestRefusals:
             (PermissionError(13, "Permission denied", "/x"), RemoteRefusedError, "u: Permission denied"),
             (OSError(28, "No space left on device"), RemoteRefusedError, "No space left"),
             (OSError(5, "Input/output error"), RemoteUnreachableError, "Input/output error"),
+            (PermissionError("The AWS Access Key Id you provided does not exist in our records."),
+             RemoteRefusedError, "Set AWS_ACCESS_KEY_ID"),
             (ModuleNotFoundError("No module named 'hdfs_native'"), RemoteRefusedError, "pip install"),
         ],
     )  # fmt: skip
@@ -516,12 +538,16 @@ class TestCheck:
         with pytest.raises(ConfigError, match="set HADOOP_CONF_DIR"):
             check_remote_url(KEY, "hdfs:///a")
 
-    def test_missing_package_is_named(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("url", "package"), [("hdfs://nn/a", '"recipe-ckpt[hdfs]"'), ("s3://b/a", '"recipe-ckpt[s3]"'), ("gs://b/a", "gcsfs")]
+    )
+    def test_missing_package_is_named(self, monkeypatch, url, package):
         monkeypatch.setattr(sys, "path", [])
-        monkeypatch.delitem(sys.modules, "hdfs_native", raising=False)
+        for module in ("hdfs_native", "s3fs"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
         importlib.invalidate_caches()
-        with pytest.raises(ConfigError, match=r'pip install "recipe-ckpt\[hdfs\]"'):
-            check_remote_url(KEY, "hdfs://nn/a")
+        with pytest.raises(ConfigError, match=re.escape(f"pip install {package}.")):
+            check_remote_url(KEY, url)
 
 
 def find_workers():

@@ -38,6 +38,7 @@ _REMOTE_MODULES = {
     **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
 }
 """What serves a URL, beside `file` and plain paths."""
+_REMOTE_EXTRAS = {"hdfs_native": "hdfs", "s3fs": "s3"}
 
 
 def validate_checkpoint(values: Mapping[str, Any], *, launch_dir: str | None = None) -> dict[str, Any]:
@@ -142,7 +143,8 @@ def check_remote_url(key: str, url: str) -> str:
         remedy = "Or set HADOOP_CONF_DIR to the directory with core-site.xml."
         raise ConfigError(key, url, f"{found.scheme}://<NameNode or name service>/<path>", remedy)
     module = _REMOTE_MODULES[found.scheme]
-    package = '"recipe-ckpt[hdfs]"' if found.scheme in HADOOP else module
+    extra = _REMOTE_EXTRAS.get(module)
+    package = f'"recipe-ckpt[{extra}]"' if extra else module
     require_module(module, key, url, f"Run: pip install {package}.")
     return str(found)
 

@@ -33,6 +33,7 @@ _HADOOP_RIGHTS = "Let this user write there (hdfs dfs -chown, -chmod), or set HA
 _QUOTA = "Free some of the quota, or have it raised."
 _NAME = "Choose another directory."
 _CONF = "Set HADOOP_CONF_DIR to the directory with core-site.xml and hdfs-site.xml, or name the NameNode in the URL."
+_ACCESS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
 _BUCKET = "Make the bucket, or correct its name."
 _WENT_AWAY = "It, or what it lies in, went away during the upload: see that nobody else writes there."
 _NETWORK = "Check that its host and port are right and that it is up; later tries may succeed."
@@ -49,11 +50,14 @@ _REFUSALS = {
     "FileExistsError": "Remove it first: renames replace nothing.",
     "NotADirectoryError": _NAME,
     "IsADirectoryError": _NAME,
+    "Access Key Id": _ACCESS,
+    "ParamValidationError": _BUCKET,
     "PermissionError": _RIGHTS,
     "No fs.defaultFS setting found": _CONF,
-    "ModuleNotFoundError": 'Run: pip install "recipe-ckpt[hdfs]" for HDFS, or install the fsspec backend.',
+    "ModuleNotFoundError": 'Run: pip install "recipe-ckpt[hdfs]" for HDFS, "recipe-ckpt[s3]" for S3, or the fsspec backend.',
 }
 _WAITS = {
+    "locate credentials": _ACCESS,
     "lookup address": f"Check the host's name. {_CONF}",
     "SafeModeException": "Wait until the NameNode leaves its safe mode.",
     "StandbyException": "No NameNode is active: wait for the failover.",
@@ -74,5 +78,5 @@ def _first_line(error: Exception) -> str:
         text = f"{rpc[1]}: {rpc[2]}"
     elif detail := _DETAIL.match(text):
         text = f"{detail[1]}: {detail[2]}"
-    line = re.split(r"\\n|\n", text)[0].removesuffix('")').replace('\\"', '"').strip().rstrip(".")
+    line = re.split(r"\\n|\n", text)[0].removesuffix('")').replace('\\"', '"').strip().rstrip(".:")
     return line or type(error).__name__

@@ -8,6 +8,7 @@ show an object only when all of it has arrived.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import posixpath
 import re
@@ -34,6 +35,11 @@ _HDFS_OPTIONS = {  # a server that refuses connections is given up in a second, 
     "dfs.client.failover.sleep.base.millis": "100",
     "dfs.client.failover.sleep.max.millis": "500",
 }
+
+
+_S3 = ("s3", "s3a")
+_S3_MAX_PARTS = 10_000
+_S3_PARTS_AT_ONCE = 4
 
 
 class LocalError(Exception):
@@ -274,12 +280,19 @@ class _ObjectTree:
 
     def walk(self, path: str) -> Iterator[tuple[str, int]]:
         place = self._key(path)
-        for name, item in self._files.find(place, detail=True).items():
+        try:
+            found = self._files.find(place, detail=True)
+        except FileNotFoundError:  # no such bucket
+            return
+        for name, item in found.items():
             if name != place:
                 yield posixpath.relpath(name, place), item["size"]
 
     def size_bytes(self, path: str) -> int:
-        return int(self._files.info(self._key(path))["size"])
+        found = self._files.info(self._key(path))
+        if found["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return int(found["size"])
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
         with self._files.open(self._key(path), "rb", cache_type="none") as file:
@@ -298,7 +311,7 @@ class _ObjectTree:
                 on_bytes(inc)
 
         size_bytes = _local_bytes(local_path)
-        self._files.put_file(local_path, self._key(path), callback=Moved())
+        self._files.put_file(local_path, self._key(path), callback=Moved(), **self._divide(size_bytes))
         compare_sizes(self.size_bytes(path), size_bytes)
 
     def rename(self, source: str, target: str) -> None:
@@ -314,6 +327,13 @@ class _ObjectTree:
 
     def remove(self, path: str) -> None:
         self._files.rm(self._key(path), recursive=True)
+
+    def _divide(self, size_bytes: int) -> dict[str, int]:
+        """Have s3fs send small parts: it tells of one when that has arrived, and ten of 50 MB would be taken for silence."""
+        if self._url.scheme not in _S3:
+            return {}
+        part_bytes = max(_CHUNK_BYTES, math.ceil(size_bytes / _S3_MAX_PARTS))
+        return {"chunksize": part_bytes, "max_concurrency": _S3_PARTS_AT_ONCE}
 
     def _key(self, path: str) -> str:
         return str(self._files._strip_protocol(f"{self._url.scheme}://{self._url.authority}{path}"))

@@ -17,8 +17,10 @@ import pytest
 from recipe_ckpt.errors import RemoteError, RemoteRefusedError
 from recipe_ckpt.policies import MirrorPolicy
 from recipe_ckpt.remote_client import Deadlines, RemoteClient
+from recipe_ckpt.remote_fsspec import FsspecRemote
 from tests.remotes import WatchedRemote
-from tests.tiny import Run, TinyEngine, list_steps, make_checkpoints, resume
+from tests.test_mirror import wait_until
+from tests.tiny import Run, list_steps, make_checkpoints, resume
 from tests.toy import train_toy
 
 REPO = Path(__file__).parents[1]
@@ -38,11 +40,7 @@ def to(url, **policy):
 
 
 def list_remote(url):
-    remote = RemoteClient(url)
-    try:
-        return sorted(int(e.name[12:]) for e in remote.list_dir("") if e.name.startswith("global_step_"))
-    finally:
-        remote.close()
+    return sorted(int(e.name[12:]) for e in FsspecRemote(url).list_dir("") if e.name.startswith("global_step_"))
 
 
 def assert_remote_whole(url, tmp_path, *steps):
@@ -50,7 +48,7 @@ def assert_remote_whole(url, tmp_path, *steps):
     assert list_remote(url) == list(steps)
     for step in steps:
         named = {"resume_mode": "resume_path", "resume_from_path": f"{url}/global_step_{step}"}
-        assert resume(tmp_path / f"check_{step}", **named) == step
+        assert resume(tmp_path / f"check_{step}", open_remote=FsspecRemote, **named) == step
 
 
 def run_toy(*overrides, cwd):
@@ -164,30 +162,32 @@ def test_a_namenode_that_falls_silent_delays_no_step_and_loses_nothing(hdfs, hdf
     assert list_remote(hdfs_url) == list(range(2, 20, 2))
 
 
-def test_a_namenode_that_is_killed_and_comes_back_gets_everything(hdfs, hdfs_url, tmp_path):
-    with Run(tmp_path / "root", **to(hdfs_url)) as run:
+def test_a_namenode_that_is_dead_for_a_minute_delays_no_step_and_gets_everything(hdfs, hdfs_url, tmp_path, caplog):
+    """The run ends meanwhile, and is started again."""
+    remote = WatchedRemote(connect(hdfs_url))
+    root, saving_secs = tmp_path / "root", 0.0
+    with Run(root, **to(hdfs_url, exit_wait_secs=2.0)) as run:
         run.save(2)
         run.handler.finish_uploads()
         hdfs.kill("nn")
-        run.save(4, 6)
-        hdfs.restart()
-    assert_remote_whole(hdfs_url, tmp_path, 2, 4, 6)
-
-
-def test_a_namenode_that_is_gone_for_good_ends_no_run(hdfs, hdfs_url, tmp_path, caplog):
-    try:
-        with Run(tmp_path / "root", **to(hdfs_url, exit_wait_secs=2.0)) as run:
-            run.save(2)
-            run.handler.finish_uploads()
-            hdfs.kill("nn")
-            run.save(4)
-    finally:
-        hdfs.restart()
-    assert list_steps(tmp_path / "root") == [2, 4]
+        killed = time.monotonic()
+        run.save(4)
     assert "the steps [4] are NOT there" in caplog.text
-    with Run(tmp_path / "root", **to(hdfs_url)):
-        pass
-    assert_remote_whole(hdfs_url, tmp_path, 2, 4)
+    with closing(remote.inner), Run(root, **to(hdfs_url, open_remote=lambda url: remote, max_pending=100)) as run:
+        assert run.start == 4
+        steps = [2, 4]
+        while time.monotonic() < killed + 60:
+            steps.append(steps[-1] + 2)
+            begin, tries = time.monotonic(), len(remote.operations)
+            run.save(steps[-1])
+            saving_secs += time.monotonic() - begin
+            wait_until(lambda more=tries + 4: len(remote.operations) > more or time.monotonic() > killed + 60, within_secs=60)
+        assert list_steps(root) == steps
+        assert caplog.text.count("It is tried again until it works") == 1
+        hdfs.restart()
+    assert len(steps) > 5
+    assert saving_secs < 5
+    assert_remote_whole(hdfs_url, tmp_path, *steps)
 
 
 def find_workers():
@@ -205,30 +205,39 @@ def find_workers():
 
 
 def test_an_uploader_that_is_killed_30_times_sends_every_file_once(hdfs_url, tmp_path):
+    """At every seventh operation, so that it gets something done between two deaths, and a bit later."""
     chance = random.Random(0)
-    remote = WatchedRemote(connect(hdfs_url))
-    done = threading.Event()
+    is_at_work, is_done = threading.Event(), threading.Event()
+    remote = WatchedRemote(connect(hdfs_url), lambda number, name: number % 7 or is_at_work.set())
     kills = []
 
-    def kill_now_and_then():
-        while len(kills) < 30 and not done.wait(chance.uniform(0.05, 0.4)):
-            for pid in find_workers():
-                os.kill(pid, signal.SIGKILL)
-                kills.append(pid)
+    def kill_at_work():
+        while len(kills) < 30 and not is_done.is_set():
+            if is_at_work.wait(0.1):
+                is_done.wait(chance.uniform(0.0, 0.2))
+                for pid in find_workers():
+                    os.kill(pid, signal.SIGKILL)
+                    kills.append(pid)
+                is_at_work.clear()
 
-    killer = threading.Thread(target=kill_now_and_then)
-    steps = list(range(2, 22, 2))
-    engine = TinyEngine()
-    options = to(hdfs_url, open_remote=lambda url: remote, max_pending=100)
-    with closing(remote.inner), Run(tmp_path / "root", engine=engine, **options) as run:
+    killer = threading.Thread(target=kill_at_work)
+    steps = [2]
+    with (
+        closing(remote.inner),
+        Run(tmp_path / "root", **to(hdfs_url, open_remote=lambda url: remote, max_pending=100)) as run,
+    ):
         killer.start()
-        run.save(*steps)
-        while len(kills) < 30 and killer.is_alive():
-            run.save(steps[-1] + 2)
-            steps.append(steps[-1] + 2)
-            killer.join(1.0)
-        done.set()
-        killer.join()
+        try:
+            run.save(*steps)
+            until = time.monotonic() + 120
+            while killer.is_alive() and time.monotonic() < until:
+                if not run.handler.pending_uploads:
+                    steps.append(steps[-1] + 2)
+                    run.save(steps[-1])
+                killer.join(0.05)
+        finally:
+            is_done.set()
+            killer.join()
     assert len(kills) >= 30
     assert len(remote.sent) == len(set(remote.sent))
     assert_remote_whole(hdfs_url, tmp_path, *steps)

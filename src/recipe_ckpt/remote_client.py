@@ -127,9 +127,7 @@ class _Worker:
             self._calls[number] = answers
         try:
             self._send({"id": number, "call": operation, "with": arguments}, answer_secs)
-            while "moved" in (answer := answers.get(timeout=answer_secs)):
-                if on_bytes is not None:
-                    on_bytes(answer["moved"])
+            answer = _follow(answers, on_bytes, answer_secs)
         except (queue.Empty, TimeoutError):
             answer = {"gone": self.end(f"{operation} was silent for {answer_secs:g} s")}
         except BrokenPipeError:
@@ -193,6 +191,16 @@ class _Worker:
                     line = line[os.write(descriptor, line) :]
         finally:
             self._sending.release()
+
+
+def _follow(answers: queue.SimpleQueue[dict[str, Any]], on_bytes: OnBytes | None, answer_secs: float) -> dict[str, Any]:
+    """Tell of the bytes until the call has ended; return how."""
+    while True:
+        answer = answers.get(timeout=answer_secs)
+        if on_bytes is not None and answer.get("moved"):
+            on_bytes(answer["moved"])
+        if answer.keys() - {"id", "moved"}:
+            return answer
 
 
 def _start_process(url: str) -> subprocess.Popen[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import uuid
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager, suppress
 from recipe_ckpt.manifest import BlockDigester
 from recipe_ckpt.remote import OnBytes
 from recipe_ckpt.remote_failures import translate_failure
-from recipe_ckpt.remote_trees import TEMPORARY, LocalError, choose_tree, compare_sizes, ignore_bytes
+from recipe_ckpt.remote_trees import TEMPORARY, LocalError, choose_tree, compare_sizes, ignore_bytes, write_durably
 from recipe_ckpt.remote_url import parse_remote_url
 from recipe_ckpt.storage import DirEntry
 
@@ -52,14 +51,15 @@ class FsspecRemote:
             self._tree.put(local_path, self._join(path), on_bytes or ignore_bytes)
 
     def get_file(self, path: str, local_path: str, on_bytes: OnBytes | None = None) -> tuple[int, str]:
-        digester = BlockDigester()
-        with open(local_path, "wb") as file:
+        digester, tell = BlockDigester(), on_bytes or ignore_bytes
+
+        def pass_on() -> Iterator[bytes]:
             for chunk in self._read_chunks(path):
-                file.write(chunk)
                 digester.update(chunk)
-                (on_bytes or ignore_bytes)(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
+                yield chunk
+                tell(len(chunk))
+
+        write_durably(local_path, "wb", pass_on())
         return digester.size_bytes, digester.finish()[0]
 
     def rename(self, source: str, target: str) -> None:

@@ -4,7 +4,7 @@ Requests come as JSON lines on its stdin, answers go to its stdout, several call
 
     {"id": 1, "call": "put_file", "with": ["/local/path", "path"]}
     {"id": 1, "moved": 8388608}                                      signs of life while bytes move
-    {"id": 1, "value": null}   or   {"id": 1, "error": "RemoteRefusedError", "message": ..., "path": ...}
+    {"id": 1, "moved": 512, "value": null}   or   {"id": 1, "error": "RemoteRefusedError", "message": ..., "path": ...}
 
 Contents of files that are put or got don't pass through here. It ends when its stdin does, and when its parent is gone:
 processes that the parent forked may hold the pipe open.
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Any
 
@@ -29,6 +30,7 @@ from recipe_ckpt.storage import DirEntry
 
 _REPORT_SECS = 0.2
 _PARENT_SECS = 0.5
+_CALLS_AT_ONCE = 256  # many more than the parent makes: a call that waits for a thread would look silent
 _MOVES_BYTES = ("put_file", "get_file")
 
 
@@ -58,12 +60,12 @@ class _Progress:
     def add(self, size_bytes: int) -> None:
         self._untold += size_bytes
         if time.monotonic() - self._told_at >= _REPORT_SECS:
-            self.tell()
+            self._send(self.take())
 
-    def tell(self) -> None:
-        if self._untold:
-            self._send(self._untold)
-        self._untold, self._told_at = 0, time.monotonic()
+    def take(self) -> int:
+        """Return the bytes that nobody was told of yet."""
+        untold, self._untold, self._told_at = self._untold, 0, time.monotonic()
+        return untold
 
 
 def main() -> None:
@@ -71,8 +73,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, remote = _Channel(), FsspecRemote(url)
     threading.Thread(target=_follow_parent, args=(parent,), daemon=True).start()
+    threads = ThreadPoolExecutor(_CALLS_AT_ONCE)
     for line in sys.stdin.buffer:
-        threading.Thread(target=_serve, args=(remote, channel, json.loads(line)), daemon=True).start()
+        threads.submit(_serve, remote, channel, json.loads(line))
     os._exit(0)  # a call that hangs would keep the interpreter from ending
 
 
@@ -91,8 +94,7 @@ def _serve(remote: FsspecRemote, channel: _Channel, request: dict[str, Any]) -> 
         if name in _MOVES_BYTES:
             arguments.append(progress.add)
         value = getattr(remote, name)(*arguments)
-        progress.tell()
-        answer = {"value": _encode(value)}
+        answer = {"moved": progress.take(), "value": _encode(value)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the caller in the parent raises it
         answer = _describe(error)
     channel.send({"id": number, **answer})

@@ -2,7 +2,8 @@
 
 `python -m bench.remote [--mb 1000] [--rounds 3] [--url hdfs://...]`. Without a URL a NameNode and two DataNodes are started
 on this machine, so both sides share its cores. The limit is eight threads that read or write the same files with the same
-client, in this process, without temporary names, digests or records.
+client, in this process, without temporary names, digests or records. The ways take turns in being the first, and a
+download is removed before the next one: the first to fill memory that others left finds it faster than who comes later.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from tests.hdfs_cluster import HdfsCluster, fetch_jars
 
 CHUNK_BYTES = 8 << 20
 STEP = 1
+LIMIT = f"raw, {PARALLEL_FILES} threads"
+WAYS = (LIMIT, "ours", "one by one")
 
 
 class FilesEngine:
@@ -121,7 +124,7 @@ def measure(url: str, files: int, mb: float, rounds: int, folder: str) -> dict[s
     remote.probe()  # its process has started
     timed = Rounds(rounds)
     for number in timed:
-        measure_round(timed, client, remote, send, step_dir, f"/{path}/{number}", os.path.join(folder, "down"))
+        measure_round(timed, number, client, remote, send, step_dir, f"/{path}/{number}", os.path.join(folder, "down"))
     remote.close()
     shutil.rmtree(root)
     return timed.samples
@@ -129,6 +132,7 @@ def measure(url: str, files: int, mb: float, rounds: int, folder: str) -> dict[s
 
 def measure_round(
     timed: Rounds,
+    number: int,
     client: Any,
     remote: RemoteClient,
     send: Callable[[], int],
@@ -138,19 +142,29 @@ def measure_round(
 ) -> None:
     """Upload and download once in each way, and remove all of it; `there` and `here` are directories of this round."""
     names = sorted(os.listdir(step_dir))
-    for way in ("raw", "seed"):
+    threads = {LIMIT: PARALLEL_FILES, "one by one": 1}
+    first = number % len(WAYS)
+    turns = (*WAYS[first:], *WAYS[:first])
+
+    def upload(way: str) -> None:
+        if way == "ours":
+            send()
+        else:
+            copy_all(copy_up, client, step_dir, f"{there}/{way}", names, threads[way])
+
+    def download(way: str) -> None:
+        if way == "ours":
+            fetch(remote, layout.build_step_name(STEP), here, LocalStorage(), threading.Event())
+        else:
+            copy_all(copy_down, client, f"{there}/{way}", here, names, threads[way])
+
+    for way in turns:
         client.mkdirs(f"{there}/{way}", create_parent=True)
-        os.makedirs(f"{here}/{way}")
-    name = layout.build_step_name(STEP)
-    timed.time("upload: raw, 8 threads", lambda: copy_all(copy_up, client, step_dir, f"{there}/raw", names, PARALLEL_FILES))
-    timed.time("upload: ours", send)
-    timed.time("upload: one by one", lambda: copy_all(copy_up, client, step_dir, f"{there}/seed", names, 1))
-    timed.time(
-        "download: raw, 8 threads", lambda: copy_all(copy_down, client, f"{there}/raw", f"{here}/raw", names, PARALLEL_FILES)
-    )
-    timed.time("download: ours", lambda: fetch(remote, name, f"{here}/ours", LocalStorage(), threading.Event()))
-    timed.time("download: one by one", lambda: copy_all(copy_down, client, f"{there}/seed", f"{here}/seed", names, 1))
-    shutil.rmtree(here)
+        timed.time(f"upload: {way}", partial(upload, way))
+    for way in turns:
+        os.makedirs(here)
+        timed.time(f"download: {way}", partial(download, way))
+        shutil.rmtree(here)
     remote.remove_tree("")
     client.delete(there, recursive=True)
 
@@ -208,8 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for files in found.files:
             samples = measure(url, files, found.mb, found.rounds, folder)
             for way in ("upload", "download"):
-                limit = f"{way}: raw, 8 threads"
-                lines = build_lines({name: times for name, times in samples.items() if name.startswith(way)}, limit, files)
+                limit = f"{way}: {LIMIT}"
+                lines = build_lines({f"{way}: {how}": samples[f"{way}: {how}"] for how in WAYS}, limit, files)
                 print_table(f"{found.mb:.0f} MB in {files} files, {found.rounds} rounds", lines)
                 ratios[f"{way}_{files}_raw_over_ours"] = median_ms(samples[limit]) / median_ms(samples[f"{way}: ours"])
                 seed = median_ms(samples[f"{way}: one by one"])

@@ -143,6 +143,16 @@ class TestContract:
             remote.put_file(str(tmp_path / "nothing"), "a")
         assert remote.list_files("") == {}
 
+    def test_get_into_a_directory_that_is_not_there_is_the_callers_error(self, remote, tmp_path):
+        remote.write("a", b"1")
+        with pytest.raises(FileNotFoundError, match=str(tmp_path / "nothing")):
+            remote.get_file("a", str(tmp_path / "nothing/a"))
+
+    def test_get_without_room_on_the_disk_is_the_callers_error(self, remote):
+        remote.write("a", b"1")
+        with pytest.raises(OSError, match="No space left"):
+            remote.get_file("a", "/dev/full")
+
     def test_rename_moves_files_and_directories(self, remote):
         remote.write("a/b/c", b"1")
         remote.rename("a/b", "new/x")
@@ -420,6 +430,18 @@ class TestWorker:
             client.write("f", b"x" * (4 << 20))
         assert not Path(f"/proc/{worker}").exists()
         client.close()
+
+    def test_calls_that_hang_keep_no_other_one_waiting(self, tmp_path):
+        os.mkfifo(tmp_path / "never")
+        client = RemoteClient(f"{tmp_path}/r")
+        with ThreadPoolExecutor(50) as threads:
+            calls = [threads.submit(client.put_file, str(tmp_path / "never"), f"{number}") for number in range(50)]
+            client.write("f", b"1")
+            assert client.read("f") == b"1"
+            client.close()
+            for call in calls:
+                with pytest.raises(RemoteUnreachableError, match="was closed"):
+                    call.result(10)
 
     def test_close_fails_the_calls_under_way(self, tmp_path):
         os.mkfifo(tmp_path / "never")

@@ -2,8 +2,8 @@
 
 `python -m bench.remote [--mb 1000] [--rounds 3] [--url hdfs://...]`. Without a URL a NameNode and two DataNodes are started
 on this machine, so both sides share its cores. The limit is eight threads that read or write the same files with the same
-client, in this process, without temporary names, digests or records. The ways take turns in being the first, and a
-download is removed before the next one: the first to fill memory that others left finds it faster than who comes later.
+client, in this process, without temporary names, digests or records. The ways take turns in being the first, a download
+is removed before the next one, and the disk gets rest before each: none waits for what another left to be written.
 """
 
 from __future__ import annotations
@@ -160,9 +160,11 @@ def measure_round(
 
     for way in turns:
         client.mkdirs(f"{there}/{way}", create_parent=True)
+        os.sync()
         timed.time(f"upload: {way}", partial(upload, way))
     for way in turns:
         os.makedirs(here)
+        os.sync()
         timed.time(f"download: {way}", partial(download, way))
         shutil.rmtree(here)
     remote.remove_tree("")

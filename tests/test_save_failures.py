@@ -1,6 +1,7 @@
 """A save that fails: on all ranks alike, and with what was there untouched."""
 
 import json
+import threading
 
 import pytest
 
@@ -43,11 +44,51 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_the_next_works(tmp_path, s
         return str(caught.value), steps
 
     outcomes = on_ranks(tmp_path, size, work, on_save=break_once)
+    assert not any(isinstance(outcome, BaseException) for outcome in outcomes), outcomes
     assert all(f"rank {broken} failed: OSError: disk full" in text for text, _ in outcomes[:broken] + outcomes[broken + 1 :])
     assert outcomes[0][1] == []
     assert list_steps(tmp_path) == [8]
     resume(tmp_path)
     assert list((tmp_path / ".staging").iterdir()) == []
+
+
+class WatchedStorage(LocalStorage):
+    """Says when a file of step 8 was written."""
+
+    def __init__(self):
+        self.has_written = threading.Event()
+
+    def write_file(self, path, chunks, *, name, rank):
+        entry = super().write_file(path, chunks, name=name, rank=rank)
+        if "global_step_8" in path:
+            self.has_written.set()
+        return entry
+
+
+@pytest.mark.case("C1001")
+@pytest.mark.parametrize("broken", [1, 2])
+def test_rank_that_failed_and_writes_the_next_save_already_is_not_swept_away_by_rank_0(tmp_path, broken):
+    storage = WatchedStorage()
+    saves = [0, 0, 0]
+
+    def break_or_lag(rank):
+        saves[rank] += 1
+        if saves[rank] == 1 and rank == broken:
+            raise OSError("disk full")
+        if saves[rank] == 1 and rank == 0:
+            assert storage.has_written.wait(20)
+
+    def work(run):
+        with pytest.raises(SaveFailedError, match="step 4: not saved to .*disk full"):
+            run.save(4)
+        run.save(8)
+
+    litter = tmp_path / ".staging" / "global_step_8.abc"
+    litter.mkdir(parents=True)
+    assert on_ranks(tmp_path, 3, work, on_save=break_or_lag, storage=storage) == [None] * 3
+    assert list_steps(tmp_path) == [8]
+    assert list((tmp_path / ".staging").iterdir()) == []
+    assert verify(storage, str(tmp_path / "global_step_8"), read_all=True) is None
 
 
 @pytest.mark.parametrize("broken", [0, 1])

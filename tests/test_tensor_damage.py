@@ -1,10 +1,12 @@
 import os
+import threading
 
 import pytest
 import torch
 
 from recipe_ckpt.errors import DamagedCheckpointError
 from recipe_ckpt.manifest import BLOCK_BYTES, FileEntry
+from recipe_ckpt.tensors.blocks import Readers
 from recipe_ckpt.tensors.index import Box
 from recipe_ckpt.tensors.plan import LocalBox
 from recipe_ckpt.tensors.reader import read_boxes, read_index
@@ -45,6 +47,20 @@ def test_flipped_bit_is_found_in_every_block(saved, block):
     flip(saved[0] / "model-0.safetensors", block * BLOCK_BYTES + 17)
     with pytest.raises(DamagedCheckpointError, match=f"model-0.safetensors: block {block} "):
         read_both(saved)
+
+
+def test_damage_is_named_by_the_first_block_however_the_threads_take_turns():
+    second_has_failed = threading.Event()
+
+    def work(_scratch, block):
+        if block == 1:
+            second_has_failed.set()
+        else:
+            assert second_has_failed.wait(20)
+        raise DamagedCheckpointError(f"block {block}", path="")
+
+    with Readers() as readers, pytest.raises(DamagedCheckpointError, match="block 0"):
+        readers.share(work, range(5))
 
 
 def test_only_the_blocks_that_are_needed_are_checked(saved):

@@ -122,11 +122,21 @@ class Directories:
         self.storage.sync_dir(self.root)
         self.storage.remove_tree(aside)
 
-    def clear(self, folder: str, but: str | None = None) -> None:
+    def clear_staging(self, saving: Staging | None = None) -> None:
+        """Remove what saves left; of `saving`, and of saves after it, nothing: other ranks may have begun to write there.
+
+        A rank whose save failed doesn't wait for the others, and is at the next one while they are still told.
+        """
+        self._clear(layout.STAGING_DIR, lambda name: saving is not None and saving.is_at_or_before(name))
+
+    def clear_trash(self) -> None:
+        self._clear(layout.TRASH_DIR, lambda name: False)
+
+    def _clear(self, folder: str, is_kept: Callable[[str], bool]) -> None:
         """Remove what lies in a folder. A failure is a warning, tried again next time."""
         path = self.inside(folder)
         for entry in self.storage.list_dir(path):
-            if entry.name == but:  # the other ranks may have begun to write there
+            if is_kept(entry.name):
                 continue
             inside = os.path.join(path, entry.name)
             try:

@@ -131,7 +131,7 @@ class NodeCommit:
             self._node.publish(self._staging)
 
     def _settle(self, order: Any) -> Any:
-        return self._node.settle(Sealed.from_json(order["sealed"])) if self._node else None
+        return self._node.settle(self._staging, Sealed.from_json(order["sealed"])) if self._node else None
 
     def _choose_deletions(self, found: list[Any]) -> list[int]:
         assert self._session is not None

@@ -171,9 +171,9 @@ class NodeSession:
         self.check_lease()
         self.store.publish(staging)
 
-    def settle(self, sealed: Sealed) -> dict[str, Sequence[int]]:
+    def settle(self, staging: Staging, sealed: Sealed) -> dict[str, Sequence[int]]:
         """Finish a commit, and say what retention has to know of this node."""
-        self.store.settle(sealed)
+        self.store.settle(staging, sealed)
         self._hand_to_mirror()
         return {"present": sorted(self.store.list_committed()), "pinned": sorted(self.store.list_pins())}
 

@@ -60,8 +60,8 @@ def recover(dirs: Directories, finish: Collection[str]) -> list[str]:
         parsed = layout.parse_staging_name(published)
         if parsed and published not in staged and roll_forward(dirs, parsed[0]):
             done.append(f"made step {parsed[0]} the newest: its commit was interrupted when it was whole")
-    dirs.clear(layout.STAGING_DIR)
-    dirs.clear(layout.TRASH_DIR)
+    dirs.clear_staging()
+    dirs.clear_trash()
     return done
 
 

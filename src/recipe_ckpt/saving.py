@@ -215,7 +215,7 @@ class Saver:
     def _name_staging(self, step: int) -> Staging:
         """Name the directory of this save; all ranks count their saves alike, so they need not ask."""
         self._saves += 1
-        return Staging.of(self._root, step, f"{self._token[:8]}{self._saves:04x}")
+        return Staging.of_save(self._root, step, self._token, self._saves)
 
     def _write_and_commit(self, staging: Staging, captured: Captured | Exception) -> tuple[int, float]:
         """Write on this rank, and commit on rank 0 when all have; return the checkpoint's bytes, and the writing's time."""

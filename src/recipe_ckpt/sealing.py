@@ -21,6 +21,9 @@ from recipe_ckpt.manifest import (
     extend_ranges,
 )
 
+_RUN_DIGITS = 8
+"""So many digits of a staging directory's `uid` are the run's, and the rest counts its saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staging:
@@ -33,6 +36,17 @@ class Staging:
     @classmethod
     def of(cls, root: str, step: int, uid: str) -> Staging:
         return cls(os.path.join(root, layout.STAGING_DIR, layout.build_staging_name(step, uid)), step, uid)
+
+    @classmethod
+    def of_save(cls, root: str, step: int, token: str, count: int) -> Staging:
+        """Name the directory of a run's save; `token` is hex, and `count` that of all its saves so far."""
+        return cls.of(root, step, f"{token[:_RUN_DIGITS]}{count:04x}")
+
+    def is_at_or_before(self, name: str) -> bool:
+        """Say whether a name in staging is this one's, or that of a later save of the same run."""
+        _, uid = layout.parse_staging_name(name) or (0, "")
+        is_same_run = uid[:_RUN_DIGITS] == self.uid[:_RUN_DIGITS]
+        return is_same_run and (len(uid), uid) >= (len(self.uid), self.uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Store:
         self._left_behind.pop(staging.step, None)
         self._dirs.sync_publication()
         recovery.roll_forward(self._dirs, staging.step)
-        self._clear()
+        self._clear(staging)
 
     def adopt(self, found: Survey, origin: Origin, last_sequence: int) -> None:
         """Continue as `origin`: the next commit gets its lineage and parent, and the next sequence."""
@@ -88,7 +88,7 @@ class Store:
         if self._are_pointers_behind:  # of a commit whose last steps failed; its mark in staging goes now
             self._dirs.sync_publication()
             self._write_pointers()
-        self._dirs.clear(layout.STAGING_DIR, but=os.path.basename(staging.path))
+        self._dirs.clear_staging(staging)
         self.storage.make_dirs(staging.path)
 
     def commit(
@@ -111,7 +111,7 @@ class Store:
         commit = self._move_on(sealed)  # it exists from here on, even if what follows fails
         self._dirs.sync_publication()
         self._write_pointers()
-        self._clear()
+        self._clear(staging)
         return commit
 
     # The same on several nodes, each with a store of its own: `seal` on one of them, then on all `prepare`, `publish` when
@@ -137,11 +137,11 @@ class Store:
         self._publish(staging)
         self._dirs.sync_publication()
 
-    def settle(self, sealed: Sealed) -> None:
+    def settle(self, staging: Staging, sealed: Sealed) -> None:
         """Name what is published in `run.json` and the tracker, and forget what it displaced. Durable on return."""
         self._move_on(sealed)
         self._write_pointers()
-        self._clear()
+        self._clear(staging)
 
     def undo(self, name: str) -> None:
         """See `recovery.undo`."""
@@ -180,9 +180,9 @@ class Store:
         self._dirs.write_record(RunRecord(self.origin.lineage, self._last_sequence, branch))
         self._are_pointers_behind = False
 
-    def _clear(self) -> None:
-        self._dirs.clear(layout.STAGING_DIR)
-        self._dirs.clear(layout.TRASH_DIR)
+    def _clear(self, saved: Staging) -> None:
+        self._dirs.clear_staging(saved)
+        self._dirs.clear_trash()
 
     # --- deleting
 

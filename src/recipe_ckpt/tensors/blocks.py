@@ -48,14 +48,17 @@ class Readers:
         self._scratch: list[memoryview] = []
 
     def share(self, work: Callable[[memoryview, int], None], blocks: Iterable[int]) -> None:
-        """Call `work(scratch, block)` for each block, some in another thread; raise what one of them raised."""
+        """Call `work(scratch, block)` for each block, some in another thread; raise the failure of the first that fails."""
         numbers = list(blocks)
         queue = iter(numbers)
+        failures: dict[int, Exception] = {}
 
         def take(scratch: memoryview) -> None:
             try:
                 for number in queue:
                     work(scratch, number)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                failures[number] = error
             finally:
                 deque(queue, maxlen=0)  # after a failure the other one stops too
 
@@ -68,6 +71,8 @@ class Readers:
                 wait([beside])
         if beside is not None:
             beside.result()
+        if failures:
+            raise failures[min(failures)]
 
     def _prepare(self) -> list[memoryview]:
         if not self._scratch:

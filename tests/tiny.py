@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -179,16 +180,23 @@ def run_in_child(work: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run_world(size: int, work: Callable[[Coordinator], Any], *, timeout_secs: float = 20.0) -> list[Any]:
+def run_world(
+    size: int,
+    work: Callable[[Coordinator], Any],
+    *,
+    timeout_secs: float = 20.0,
+    clocks: Mapping[int, Callable[[], float]] | None = None,
+) -> list[Any]:
     """Run `work` on `size` ranks, each a thread with a coordinator over one in-memory store.
 
-    Returns each rank's result, or the exception that ended it.
+    `clocks` are those of the ranks that have their own. Returns each rank's result, or the exception that ended it.
     """
     store = HashStore()
     outcomes: list[Any] = [None] * size
 
     def run_rank(rank: int) -> None:
-        coordinator = SpmdCoordinator(store, rank, size, rank_timeout_secs=timeout_secs)
+        clock = (clocks or {}).get(rank, time.monotonic)
+        coordinator = SpmdCoordinator(store, rank, size, rank_timeout_secs=timeout_secs, clock=clock)
         try:
             outcomes[rank] = work(coordinator)
         except BaseException as error:  # noqa: BLE001 (a rank's end is this function's result)

@@ -3,6 +3,9 @@
 `lead` runs a function on rank 0 and gives its result, or its error, to all. `together` runs a function on every rank,
 then one on rank 0 over all results, and gives that outcome to all. Both are collective. Neither uses a process group:
 training's collectives never wait for a disk, and a time-out breaks nothing for the next exchange.
+
+An exchange is of something, say of a step's save. Ranks that meet in exchanges of different things are out of step for good,
+since one of them left a call out: both learn it, and nothing of the one passes for the other's.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Coordinator(Protocol):
     @property
     def world_size(self) -> int: ...
     def lead(self, decide: Callable[[], Any]) -> Any: ...
-    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any: ...
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any], *, of: str = "") -> Any: ...
     def close(self) -> None: ...
 
 
@@ -43,7 +46,7 @@ class SoloCoordinator:
     def lead(self, decide: Callable[[], Any]) -> Any:
         return decide()
 
-    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any:
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any], *, of: str = "") -> Any:
         return finish([work()])
 
     def close(self) -> None:
@@ -79,6 +82,7 @@ class SpmdCoordinator:
         self._answers = 0
         self._is_cut_off = False
         self._exchange = 0
+        self._of = ""
         self._cleaned = 0
 
     @classmethod
@@ -104,20 +108,22 @@ class SpmdCoordinator:
             RankError: on the other ranks, when `decide` raised (there the error itself is raised) or rank 0 is gone.
             RankTimeoutError: rank 0 gave no answer within `rank_timeout_secs`.
         """
-        self._exchange += 1
+        self._begin("")
         if self.rank:
             return self._read_verdict(self._timeout_secs)
         return self._give_verdict(decide)
 
-    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any:
+    def together(self, work: Callable[[], Any], finish: Callable[[list[Any]], Any], *, of: str = "") -> Any:
         """Run `work` on every rank, `finish` on rank 0 over the results by rank; return `finish`'s JSON result on every rank.
+
+        `of` says what the exchange is of; it must be the same on all ranks.
 
         Raises:
             RankError: another rank's `work`, or `finish` on rank 0, raised; the message has the rank and the cause. On the
-                rank that failed its own error is raised.
+                rank that failed its own error is raised. Final if the ranks differ in `of`.
             RankTimeoutError: ranks gave no answer within `rank_timeout_secs`; the message has their numbers.
         """
-        self._exchange += 1
+        self._begin(of)
         if self.rank:
             self._send(work)
             # Rank 0 may spend its whole time on a silent rank, and must then still be able to say which one it was.
@@ -150,12 +156,28 @@ class SpmdCoordinator:
                 return
             time.sleep(pause_secs)
 
+    def _begin(self, of: str) -> None:
+        self._exchange += 1
+        self._of = of
+
+    def _encode(self, **said: Any) -> str:
+        return json.dumps({"rank": self.rank, "of": self._of, **said})
+
+    def _require_same(self, said: dict[str, Any]) -> None:
+        """Refuse what another rank said in an exchange of something else."""
+        if said["of"] != self._of:
+            raise RankError(
+                f"ranks are out of step: rank {self.rank} is at {self._of!r}, rank {said['rank']} at {said['of']!r}."
+                " Saving and loading are collective: every rank calls them, with the same step",
+                is_final=True,
+            )
+
     def _send(self, work: Callable[[], Any]) -> None:
         try:
-            message = json.dumps({"rank": self.rank, "value": work()})
+            message = self._encode(value=work())
         except BaseException as error:
             is_too_late = self._ask(lambda: self._store.check([self._key("verdict")]))
-            self._push(json.dumps({"rank": self.rank, **_describe(self.rank, error)}))
+            self._push(self._encode(**_describe(self.rank, error)))
             if is_too_late:  # rank 0 failed before, and this may well follow from that
                 self._read_verdict(self._timeout_secs)
             raise
@@ -169,6 +191,7 @@ class SpmdCoordinator:
         deadline = self._clock() + self._timeout_secs
         while len(results) < self.world_size:
             message = self._pop(deadline, results)
+            self._require_same(message)
             if "error" in message:
                 raise RankError(message["error"], is_final=message["is_final"])
             results[message["rank"]] = message["value"]
@@ -196,15 +219,16 @@ class SpmdCoordinator:
 
     def _give_verdict(self, decide: Callable[[], Any]) -> Any:
         try:
-            text = json.dumps({"value": decide()})
+            text = self._encode(value=decide())
         except BaseException as error:
-            self._store.set(self._key("verdict"), json.dumps(_describe(self.rank, error)))
+            self._store.set(self._key("verdict"), self._encode(**_describe(self.rank, error)))
             raise
         self._store.set(self._key("verdict"), text)
         return json.loads(text)["value"]
 
     def _read_verdict(self, timeout_secs: float) -> Any:
         verdict = json.loads(self._ask(lambda: self._poll_verdict(timeout_secs)))
+        self._require_same(verdict)
         if "error" in verdict:
             raise RankError(verdict["error"], is_final=verdict["is_final"])
         return verdict["value"]

@@ -55,16 +55,15 @@ class NodeCommit:
 
     def run(self, write: Callable[[], Any]) -> int:
         """Save on all nodes, and return the checkpoint's bytes; `write` writes this rank's files. Collective."""
-        together = self._coordinator.together
         try:
-            written = together(write, self._keep_parts)
-            order = together(lambda: self._describe_foreign(written), self._seal)
+            written = self._together("write", write, self._keep_parts)
+            order = self._together("seal", lambda: self._describe_foreign(written), self._seal)
         except BaseException:
             self._undo()
             raise
         try:
-            together(lambda: self._prepare(order), _nothing)
-            together(self._publish, _nothing)
+            self._together("prepare", lambda: self._prepare(order), _nothing)
+            self._together("publish", self._publish, _nothing)
         except BaseException as error:
             if not self._is_in_doubt(error):
                 self._undo()
@@ -72,9 +71,12 @@ class NodeCommit:
                 outlook = f"whether step {self._staging.step} was saved, the next start finds out"
                 raise RankError(f"{error}; {outlook}", is_final=True) from error
             raise
-        doomed = together(lambda: self._settle(order), self._choose_deletions)
+        doomed = self._together("settle", lambda: self._settle(order), self._choose_deletions)
         self._delete(doomed)
         return int(order["size_bytes"])
+
+    def _together(self, phase: str, work: Callable[[], Any], finish: Callable[[list[Any]], Any]) -> Any:
+        return self._coordinator.together(work, finish, of=f"{os.path.basename(self._staging.path)}/{phase}")
 
     # --- the steps, each with what rank 0 makes of its results
 

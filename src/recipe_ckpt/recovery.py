@@ -99,6 +99,7 @@ def undo(dirs: Directories, name: str) -> None:
         if dirs.storage.exists(marker):
             dirs.storage.remove_file(marker)
         dirs.storage.remove_tree(path)
+        put_back_displaced(dirs)
 
 
 def abandon(dirs: Directories, staging: Staging) -> None:

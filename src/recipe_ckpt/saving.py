@@ -195,7 +195,10 @@ class Saver:
         """Say whether this rank can copy its state; one that can't saves in the blocking way, whatever the others do."""
         if not self._policy.is_async:
             return False
-        problem = self._contents.find_staging_problem(self._policy.contents)
+        try:
+            problem = self._contents.find_staging_problem(self._policy.contents)
+        except Exception as error:  # noqa: BLE001 (the capture raises it again, where the other ranks hear of it)
+            problem = f"{type(error).__name__}: {error}"
         if problem is not None and problem != self._staging_problem:
             logger.warning("rank %d saves in the blocking way: %s", self._coordinator.rank, problem)
         self._staging_problem = problem
@@ -259,7 +262,7 @@ class Saver:
             return sum(entry.size_bytes for entry in entries)
 
         try:
-            size_bytes = int(self._coordinator.together(write, commit))
+            size_bytes = int(self._coordinator.together(write, commit, of=os.path.basename(staging.path)))
         except BaseException:
             if self._node is not None:
                 self._node.store.abandon(staging)

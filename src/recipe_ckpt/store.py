@@ -9,12 +9,12 @@ from typing import Any
 
 from recipe_ckpt import layout, recovery
 from recipe_ckpt.directories import Directories
-from recipe_ckpt.errors import CheckpointError
+from recipe_ckpt.errors import CheckpointError, SaveFailedError
 from recipe_ckpt.manifest import BranchEntry, FileEntry, RunRecord, digest_manifest
 from recipe_ckpt.retention import Retention, choose_deletions, rate
 from recipe_ckpt.sealing import Origin, Sealed, Staging, build_lineage, seal
 from recipe_ckpt.storage import Storage
-from recipe_ckpt.survey import Commit, Survey, list_pins, list_steps, read_commit
+from recipe_ckpt.survey import Commit, Survey, list_pins, list_steps, read_commit, verify
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +124,20 @@ class Store:
         return seal(step, entries, facts, origin=self.origin, sequence=self._last_sequence, parent=self._find_parent(step))
 
     def prepare(self, staging: Staging, sealed: Sealed) -> None:
-        """Write the file table and the manifest into staging, last and in this order. Durable on return."""
-        for folder in sealed.folders:
-            self.storage.sync_dir(os.path.join(staging.path, folder))
+        """Write the file table and the manifest into staging, last and in this order. Durable on return.
+
+        Raises:
+            SaveFailedError: what lies there is not what the ranks wrote.
+        """
+        folders = [os.path.join(staging.path, folder) for folder in sealed.folders]
+        for folder in filter(self.storage.exists, folders):  # on another node's disk lie others
+            self.storage.sync_dir(folder)
         records = ((layout.FILE_TABLE, sealed.table_data), (layout.MANIFEST, sealed.manifest_data))
         for name, content in records:
             self.storage.write_file(os.path.join(staging.path, name), [content], name=name, rank=0)
         self.storage.sync_dir(staging.path)
+        if damage := verify(self.storage, staging.path, read_all=False):
+            raise SaveFailedError(f"{staging.path}: changed while it was saved: {damage}", step=staging.step, path=self.root)
 
     def publish(self, staging: Staging) -> None:
         """Rename what is prepared to its final name. Durable on return."""

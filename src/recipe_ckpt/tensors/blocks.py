@@ -72,7 +72,7 @@ class Readers:
         if beside is not None:
             beside.result()
         if failures:
-            raise failures[min(failures)]
+            raise failures.pop(min(failures))
 
     def _prepare(self) -> list[memoryview]:
         if not self._scratch:
